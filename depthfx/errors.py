@@ -1,0 +1,50 @@
+"""One class for each mistake a user can make; every text names the value, what is allowed and what to do."""
+
+from __future__ import annotations
+
+
+class DepthfxError(Exception):
+    """Base of all errors raised on purpose by depthfx."""
+
+
+class SettingError(DepthfxError, ValueError):
+    """A setting, an override or a ``DEPTHFX_*`` variable has a name or a value that is not allowed."""
+
+
+class UnsupportedModelError(DepthfxError, ValueError):
+    """The model cannot be compiled: not a decoder, on the meta device, quantised, hooked, or not recognised."""
+
+
+class UnsupportedOptionError(DepthfxError, NotImplementedError):
+    """A generation option is outside what the engine does (beam search, assisted decoding, ...)."""
+
+
+class InvalidRequestError(DepthfxError, ValueError):
+    """One request is malformed: empty prompt, ids outside the vocabulary, longer than the context, ..."""
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """One request can never fit the KV pool, whatever else runs."""
+
+
+class NonFiniteLogitsError(DepthfxError, ArithmeticError):
+    """The model produced NaN for one request; only that request ends."""
+
+
+class MemoryBudgetError(DepthfxError, MemoryError):
+    """The memory budget leaves no room for the weights or for one KV block."""
+
+
+class GraphError(DepthfxError, RuntimeError):
+    """A pass left a graph that breaks a rule, or found one that it cannot rewrite; names the node."""
+
+
+class RegistryError(DepthfxError, KeyError):
+    """A plug-in name is used twice or is unknown."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the text
+        return str(self.args[0]) if self.args else ""
+
+
+class InternalError(DepthfxError, AssertionError):
+    """An invariant of depthfx does not hold; always a defect of depthfx, never of the user."""

@@ -1,0 +1,1 @@
+"""Custom ops, kernels, and the hand-over to Inductor."""

@@ -1,0 +1,1 @@
+"""Graph passes: capture, recognise, rewrite, check, print."""

@@ -1,0 +1,110 @@
+"""Frozen data that crosses folders: KV shape, step inputs of the graph, step plan and step result.
+
+Letters in shapes: T rows (packed tokens of a step), R rows that are sampled, S rows of the block table,
+M blocks of one request at most, L layers, Hq / Hkv query / KV heads, D head dim, B tokens of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """Shape of the block-major KV pool ``[blocks, L, 2, Hkv, B, D]``: one block holds K and V of all layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    element_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_tokens
+
+    def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one step hands to the graph, under fixed names; the same tensors are the static buffers of a captured graph.
+
+    Rows are packed: first ``num_decode_rows`` decode rows (one token of one request each), then the rows of the
+    prefill chunks, chunk after chunk. A row with position -1 is padding: it writes no KV and its output is unspecified
+    but finite.
+    """
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int32, position of the row in its request; -1 for padding
+    table_rows: torch.Tensor  # [T] int32, row of `block_tables` of the row's request
+    block_tables: torch.Tensor  # [S, M] int32, block ids
+    logit_rows: torch.Tensor  # [R] int64, rows whose logits are wanted
+    kv_pool: torch.Tensor  # [blocks, L, 2, Hkv, B, D]
+    chunk_starts: torch.Tensor  # [C + 1] int32, first row of each prefill chunk (absolute), then the end
+    tile_chunks: torch.Tensor  # [Q] int32, chunk of each query tile of the prefill kernel
+    tile_starts: torch.Tensor  # [Q] int32, first row of the tile within its chunk
+    num_decode_rows: int
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))
+
+
+# Query rows in one tile of the prefill kernel; the runner builds `tile_chunks` / `tile_starts` with it.
+PREFILL_TILE_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one request in one step."""
+
+    request_id: str
+    table_row: int
+    start: int  # position of the first token; KV of [0, start) is present
+    token_ids: tuple[int, ...]  # empty for a decode whose token is still on the device
+    source: int  # >= 0: the one token is sampled row `source` of the previous step; -1: `token_ids` holds it
+    samples: bool  # the last row of the chunk yields the next token
+    sample_index: int  # how many tokens the request has produced before this one (seed and penalty bookkeeping)
+
+    @property
+    def num_tokens(self) -> int:
+        return max(1, len(self.token_ids))
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything the runner needs for one step; the whole contract between scheduler and runner."""
+
+    step_id: int
+    decodes: tuple[Chunk, ...]
+    prefills: tuple[Chunk, ...]
+    table_writes: tuple[tuple[int, int, int], ...]  # (table row, column, block id), applied before the step
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(c.num_tokens for c in self.prefills)
+
+    @property
+    def sampled(self) -> tuple[Chunk, ...]:
+        """Chunks that yield a token, in the order of the sampled rows: decodes first."""
+        return tuple(c for c in self.decodes + self.prefills if c.samples)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tokens of one finished step, aligned with ``StepPlan.sampled``."""
+
+    step_id: int
+    token_ids: tuple[int, ...]  # -1 where the logits were not finite or the request samples outside the engine
+    finite: tuple[bool, ...]  # False where the row's logits held NaN
+    logits: dict[str, torch.Tensor]  # request id -> [V] float32, for requests that asked for logits

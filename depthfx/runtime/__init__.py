@@ -1,0 +1,1 @@
+"""Engine, scheduler, runner, sampling, generation."""

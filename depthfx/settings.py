@@ -1,0 +1,137 @@
+"""All settings in one frozen record; the only file that reads ``DEPTHFX_*`` environment variables."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from depthfx.errors import SettingError
+
+OnUnsupported = Literal["raise", "eager"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a model is compiled and served. ``None`` means: derived from device and model.
+
+    Each field can be given to :func:`depthfx.compile` by name, or through the environment as
+    ``DEPTHFX_<FIELD>`` (upper case); explicit values win over the environment.
+    """
+
+    # memory
+    memory_budget_gib: float | None = None  # weights + KV pool; None: `gpu_memory_utilization` of the device
+    gpu_memory_utilization: float = 0.9  # share of the device's memory when no budget is given (CUDA)
+    block_tokens: int = 16  # tokens of one KV block
+    kv_blocks: int | None = None  # exact number of KV blocks; overrides the budget
+    prefix_reuse: bool = True  # reuse whole KV blocks of equal prefixes
+
+    # scheduling
+    max_batch_size: int | None = None  # requests that decode together; None: 256 on CUDA, 32 on a CPU
+    max_batch_tokens: int | None = None  # packed rows of one step; None: 8192 on CUDA, 512 on a CPU
+    max_chunk_tokens: int | None = None  # prefill rows of a step that also decodes; None: 2048 on CUDA, 256 on a CPU
+    max_model_len: int | None = None  # context of one request; None: the model's
+    lookahead: bool | None = None  # plan the next step while this one runs; None: on CUDA only
+
+    # compilation
+    inductor: bool = True  # False: run the rewritten graph eagerly
+    cuda_graphs: bool | None = None  # None: on CUDA only
+    fuse: bool = True  # the passes that only make the graph faster
+    on_unsupported: OnUnsupported = "raise"  # "eager": options and models outside depthfx run through Hugging Face's own code
+    cache_dir: str | None = None  # converted models and compiled code; None: ~/.cache/depthfx
+
+    # debugging
+    check: bool = False  # prove the memory invariants after every step
+
+    def __post_init__(self) -> None:
+        for name in ("memory_budget_gib", "kv_blocks", "max_batch_size", "max_batch_tokens", "max_chunk_tokens", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingError(f"setting {name}={value!r} must be positive; give a larger value or None to derive it")
+        if self.block_tokens not in (8, 16, 32, 64, 128):
+            raise SettingError(f"setting block_tokens={self.block_tokens!r} must be 8, 16, 32, 64 or 128")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise SettingError(f"setting gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
+        if self.on_unsupported not in get_args(OnUnsupported):
+            raise SettingError(f"setting on_unsupported={self.on_unsupported!r} must be one of {get_args(OnUnsupported)}")
+
+    @classmethod
+    def build(cls, base: Settings | None = None, **overrides: Any) -> Settings:
+        """Defaults, then the environment, then ``overrides``; or ``base`` (taken as it is), then ``overrides``.
+
+        An unknown name or a value of the wrong type raises :class:`SettingError`.
+        """
+        if base is not None and not isinstance(base, Settings):
+            raise SettingError(f"settings={base!r} must be a depthfx.Settings; build one with depthfx.Settings(...)")
+        hints = get_type_hints(cls)
+        for name, value in overrides.items():
+            if name not in hints:
+                near = difflib.get_close_matches(name, hints, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(sorted(hints))}"
+                raise SettingError(f"unknown setting {name!r}={value!r}{hint}")
+            _check_type(name, value, hints[name])
+        if base is not None:
+            return replace(base, **overrides)
+        return cls(**{**_from_environment(hints), **overrides})
+
+
+def cache_dir(settings: Settings | None = None) -> Path:
+    """Folder for converted models and compiled code: the setting, else ``DEPTHFX_CACHE``, else ``~/.cache/depthfx``."""
+    if settings is not None and settings.cache_dir is not None:
+        return Path(settings.cache_dir).expanduser()
+    return Path(os.environ.get("DEPTHFX_CACHE") or "~/.cache/depthfx").expanduser()
+
+
+# Variables that are not fields of Settings.
+_OTHER_VARIABLES = {"DEPTHFX_CACHE"}
+
+
+def _from_environment(hints: dict[str, Any]) -> dict[str, Any]:
+    names = {f"DEPTHFX_{f.name.upper()}": f.name for f in fields(Settings)}
+    found = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith("DEPTHFX_") or variable in _OTHER_VARIABLES:
+            continue
+        if variable not in names:
+            near = difflib.get_close_matches(variable, [*names, *_OTHER_VARIABLES], n=1)
+            raise SettingError(f"unknown environment variable {variable}={text!r}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(names))}"))
+        found[names[variable]] = _parse(variable, text, hints[names[variable]])
+    return found
+
+
+def _allowed(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_args(hint) and not hasattr(hint, "__forward_arg__") else (hint,)
+
+
+def _parse(variable: str, text: str, hint: Any) -> Any:
+    choices = _allowed(hint)
+    if all(isinstance(c, str) for c in choices):
+        return text  # a Literal; __post_init__ checks it
+    lowered = text.strip().lower()
+    if lowered in ("none", "") and type(None) in choices:
+        return None
+    if bool in choices:
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off"):
+            return False
+        raise SettingError(f"environment variable {variable}={text!r} must be 1/0, true/false, yes/no or on/off")
+    for kind in (int, float):
+        if kind in choices:
+            try:
+                return kind(text)
+            except ValueError:
+                raise SettingError(f"environment variable {variable}={text!r} must be a number ({kind.__name__})") from None
+    return text
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    choices = _allowed(hint)
+    if all(isinstance(c, str) for c in choices):
+        return
+    kinds = tuple(int if c is float and isinstance(value, int) and not isinstance(value, bool) else c for c in choices)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in choices):
+        allowed = " or ".join("None" if c is type(None) else getattr(c, "__name__", str(c)) for c in choices)
+        raise SettingError(f"setting {name}={value!r} has type {type(value).__name__}; allowed: {allowed}")
