@@ -60,6 +60,22 @@ class StepInputs:
         return tuple(f.name for f in fields(cls))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request picks its tokens and when it ends; names and meanings follow Hugging Face's ``GenerationConfig``."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 0.0  # 0: greedy; otherwise logits are divided by it
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off; over prompt and output
+    seed: int = 0  # draws depend on (seed, index of the token) alone, never on the batch
+    eos_token_ids: tuple[int, ...] = ()
+    external: bool = False  # the caller picks each token: the request parks with its logits until `Engine.push_token`
+
+
 # Query rows in one tile of the prefill kernel; the runner builds `tile_chunks` / `tile_starts` with it.
 PREFILL_TILE_ROWS = 128
 
@@ -74,7 +90,9 @@ class Chunk:
     token_ids: tuple[int, ...]  # empty for a decode whose token is still on the device
     source: int  # >= 0: the one token is sampled row `source` of the previous step; -1: `token_ids` holds it
     samples: bool  # the last row of the chunk yields the next token
-    sample_index: int  # how many tokens the request has produced before this one (seed and penalty bookkeeping)
+    sample_index: int  # how many tokens the request has produced before this one
+    sampling: SamplingParams
+    history: tuple[int, ...] | None = None  # all tokens so far; only on the first chunk after admission, only with a repetition penalty
 
     @property
     def num_tokens(self) -> int:
