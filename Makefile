@@ -12,7 +12,7 @@ JOBS   ?= 2
 
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.depthfx-installed
-SOURCE  := depthfx tests examples benchmarks
+SOURCE  := depthfx tests $(wildcard examples benchmarks)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

