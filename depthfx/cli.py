@@ -1,0 +1,195 @@
+"""The command line: ``demo``, ``explain``, ``generate``, ``bench`` and ``version``."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from depthfx.errors import DepthfxError
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit code is 1 for a mistake that depthfx explains."""
+    options = build_parser().parse_args(argv)
+    try:
+        return options.run(options)
+    except DepthfxError as error:
+        print(f"depthfx: {error}", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The argument parser with all commands."""
+    parser = argparse.ArgumentParser(prog="depthfx", description="A PyTorch compile backend for Hugging Face decoder models.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="SmolLM2 answers eight questions at once; compared with Hugging Face in the same run")
+    demo.add_argument("--max-new-tokens", type=_positive, default=64, help="tokens of one answer at most (default 64)")
+    _add_device(demo)
+    demo.set_defaults(run=_demo)
+
+    explain = commands.add_parser("explain", help="what depthfx recognises, rewrites and refuses in a model")
+    explain.add_argument("model", metavar="PATH_OR_smollm2", help="folder in Hugging Face's layout, or smollm2")
+    _add_device(explain)
+    explain.set_defaults(run=_explain)
+
+    generate = commands.add_parser("generate", help="continue a prompt, text as it comes")
+    generate.add_argument("model", metavar="PATH_OR_smollm2", help="folder in Hugging Face's layout, or smollm2")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    generate.add_argument("--max-new-tokens", type=_positive, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--seed", type=int, default=0)
+    _add_device(generate)
+    generate.set_defaults(run=_generate)
+
+    bench = commands.add_parser("bench", help="run a script of benchmarks/ (in a checkout); without a name: list them")
+    bench.add_argument("name", nargs="?")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER)
+    bench.set_defaults(run=_bench)
+
+    commands.add_parser("version", help="versions of depthfx and of what it stands on").set_defaults(run=_version)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float16", "bfloat16"], default=None, help="default: float16 on cuda, float32 on a CPU"
+    )
+
+
+def place(options: argparse.Namespace) -> tuple[str, Any]:
+    """Device and dtype of a command, with the defaults filled in."""
+    import torch
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = options.dtype or ("float16" if device.startswith("cuda") else "float32")
+    return device, getattr(torch, name)
+
+
+def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
+    """Model and tokenizer of a local folder or of ``smollm2``; nothing is fetched."""
+    if model == "smollm2":
+        from depthfx.smollm2 import load_smollm2
+
+        return load_smollm2(dtype, device)
+    if not (Path(model) / "config.json").is_file():
+        raise DepthfxError(f"{model!r} is neither smollm2 nor a folder with a config.json; give one of the two")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
+    return loaded.to(device).eval(), tokenizer
+
+
+def chat_ids(tokenizer: Any, question: str) -> list[int]:
+    """Token ids of one user message in the chat template, ready to be answered."""
+    turn = [{"role": "user", "content": question}]
+    return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def pieces(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
+    """Text of a token stream as it comes; a character that is still incomplete waits for its last token."""
+    seen: list[int] = []
+    shown = ""
+    for token in ids:
+        seen.append(token)
+        text = tokenizer.decode(seen, skip_special_tokens=True)
+        if not text.endswith("\ufffd") and len(text) > len(shown):
+            yield text[len(shown) :]
+            shown = text
+    rest = tokenizer.decode(seen, skip_special_tokens=True)[len(shown) :]
+    if rest:
+        yield rest
+
+
+def eos_ids(model: Any) -> tuple[int, ...]:
+    """Ids that end an answer, from the model's generation config."""
+    ids = model.generation_config.eos_token_id
+    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from depthfx.demo import run_demo
+
+    device, dtype = place(options)
+    return run_demo(device, dtype, options.max_new_tokens)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    import depthfx
+
+    model, _ = load(options.model, *place(options))
+    print(depthfx.compile(model).explain())
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    import depthfx
+
+    model, tokenizer = load(options.model, *place(options))
+    model = depthfx.compile(model)
+    prompt = chat_ids(tokenizer, options.prompt) if options.chat else tokenizer(options.prompt)["input_ids"]
+    sampling = depthfx.SamplingParams(
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed, eos_token_ids=eos_ids(model)
+    )
+    start, count = time.perf_counter(), 0
+
+    def counted() -> Iterator[int]:
+        nonlocal count
+        for token in model.engine.stream(prompt, sampling):
+            count += 1
+            yield int(token)
+
+    for piece in pieces(tokenizer, counted()):
+        print(piece, end="", flush=True)
+    print()
+    seconds = time.perf_counter() - start
+    print(f"{count} tokens in {seconds:.1f} s, warm-up included", file=sys.stderr)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    scripts = {p.stem: p for p in sorted(BENCHMARKS.glob("*.py")) if not p.stem.startswith("_")}
+    if not scripts:
+        raise DepthfxError(f"no benchmarks beside the package ({BENCHMARKS.name}/ holds no script); run this command in a checkout")
+    if options.name is None:
+        print("\n".join(scripts))
+        return 0
+    if options.name not in scripts:
+        raise DepthfxError(f"unknown benchmark {options.name!r}; known: {', '.join(scripts)}")
+    command = [sys.executable, "-m", f"{BENCHMARKS.name}.{options.name}", *options.arguments]
+    return subprocess.run(command, cwd=BENCHMARKS.parent, check=False).returncode
+
+
+def _version(options: argparse.Namespace) -> int:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import depthfx
+
+    print(f"depthfx {depthfx.__version__}")
+    for name in ("torch", "transformers", "triton"):
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name} not installed")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
