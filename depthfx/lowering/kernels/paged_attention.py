@@ -1,0 +1,222 @@
+"""Causal attention of a whole step against the paged KV pool: decode rows and prefill chunks in one op.
+
+Row t attends keys 0..positions[t] of its request (its own K and V are in the pool already): ``softmax(cap(scale * q k)) v``, with
+an optional window (keys j with position - j < window), soft cap ``c * tanh(s / c)`` and sinks (one more logit for each head in the
+denominator). Rows ``[0, num_decode_rows)`` go to the decode kernel; the rest are prefill chunks cut in tiles.
+q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D], result [T, Hq, D]; padding rows come out as zeros.
+Example: 2 decode rows and one chunk of 130 rows: T = 132, chunk_starts = [2, 132], tile_chunks = [0, 0], tile_starts = [0, 128].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
+from depthfx.lowering.kernels._cases import BF16, F16, F32, paged_tables, poisoned_pool, randn
+from depthfx.lowering.kernels.decode_attention import launch_decode
+from depthfx.lowering.kernels.prefill_attention import launch_prefill
+from depthfx.records import PREFILL_TILE_ROWS
+
+
+def reference(
+    q: torch.Tensor, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
+    block_tables: torch.Tensor, chunk_starts: torch.Tensor, tile_chunks: torch.Tensor, tile_starts: torch.Tensor,
+    num_decode_rows: int, scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Plain PyTorch in fp32, one row after another; the tiles are not needed."""
+    num_heads, num_kv_heads, block_tokens = q.shape[1], kv_pool.shape[3], kv_pool.shape[4]
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for row, position in enumerate(positions.tolist()):
+        if position < 0:
+            continue
+        low = max(0, position - window + 1) if window > 0 else 0
+        at = torch.arange(low, position + 1, device=q.device)
+        blocks = block_tables[int(table_rows[row]), at // block_tokens].long()
+        keys, values = (
+            kv_pool[blocks, layer, part, :, at % block_tokens].float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+            for part in (0, 1)
+        )  # [keys, Hq, D]
+        scores = torch.einsum("hd,jhd->hj", q[row].float(), keys) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None]), dim=1)
+        weights = scores.softmax(dim=1)[:, : at.numel()]
+        out[row] = torch.einsum("hj,jhd->hd", weights, values).to(q.dtype)
+    return out
+
+
+def _gather(kv_pool: torch.Tensor, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[Hkv, n * B, D]`` of the named blocks: one copy."""
+    num_heads, block_tokens, head_dim = kv_pool.shape[3:]
+    taken = kv_pool[:, layer].permute(1, 2, 0, 3, 4).index_select(2, blocks)
+    taken = taken.view(2, num_heads, -1, head_dim)
+    return taken[0], taken[1]
+
+
+def _attend_chunk(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, position: int, scale: float, window: int,
+    softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Rows q [n, Hq, D] at positions ``position ...`` against keys [Hkv, K, D] at positions ``first ...``."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, num_keys = keys.shape[0], keys.shape[1]
+    mask = None
+    if num_rows > 1 or window > 0:
+        distance = (position - first) + torch.arange(num_rows)[:, None] - torch.arange(num_keys)[None, :]
+        mask = (distance >= 0) & (distance < window) if window > 0 else distance >= 0
+    if num_rows == 1 or softcap > 0 or sinks is not None:
+        grouped = q.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+        grouped = grouped.reshape(num_kv_heads, -1, head_dim)
+        scores = torch.bmm(grouped, keys.transpose(1, 2)).float().mul_(scale)
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.view(num_heads, num_rows, num_keys)
+        if mask is not None:
+            scores.masked_fill_(~mask, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, num_rows, 1)), dim=2)
+        weights = scores.softmax(dim=2)[:, :, :num_keys].to(values.dtype)
+        out = torch.bmm(weights.reshape(num_kv_heads, -1, num_keys), values)
+        return out.view(num_heads, num_rows, head_dim).transpose(0, 1)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads
+    )
+    return out[0].transpose(0, 1)
+
+
+def cpu(
+    q: torch.Tensor, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
+    block_tables: torch.Tensor, chunk_starts: torch.Tensor, tile_chunks: torch.Tensor, tile_starts: torch.Tensor,
+    num_decode_rows: int, scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """The production path on a CPU: gather the blocks of one request, then matrix products over all its heads.
+
+    A loop over requests beats one padded batch: it copies no more keys than are read, and threads work inside the products.
+    """
+    block_tokens = kv_pool.shape[4]
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = chunk_starts.tolist()
+    spans = [(row, row + 1) for row in range(num_decode_rows)]
+    spans += [(a, b) for a, b in zip(starts, starts[1:], strict=False) if b > a]
+    at, tables = positions.tolist(), table_rows.tolist()
+    for begin, end in spans:
+        position = at[begin]
+        while end > begin and at[end - 1] < 0:  # padding at the end of a chunk
+            end -= 1
+        if position < 0 or end == begin:
+            continue
+        last = at[end - 1]
+        first_block = max(0, position - window + 1) // block_tokens if window > 0 else 0
+        blocks = block_tables[tables[begin], first_block : last // block_tokens + 1]
+        keys, values = _gather(kv_pool, layer, blocks)
+        first = first_block * block_tokens
+        num_keys = last + 1 - first
+        out[begin:end] = _attend_chunk(
+            q[begin:end], keys[:, :num_keys], values[:, :num_keys], first, position, scale, window, softcap, sinks
+        )
+    return out
+
+
+def launch(
+    q: torch.Tensor, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
+    block_tables: torch.Tensor, chunk_starts: torch.Tensor, tile_chunks: torch.Tensor, tile_starts: torch.Tensor,
+    num_decode_rows: int, scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    if q.shape[2] > 256 or q.shape[1] % kv_pool.shape[3]:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and the pool {kv_pool.shape[3]} KV heads; head dims up to 256 and a whole number of "
+            "query heads for each KV head are allowed; run this model outside depthfx"
+        )
+    q = inner_contiguous(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_decode_rows > 0:
+        launch_decode(
+            q, kv_pool, layer, positions, table_rows, block_tables, out, num_decode_rows, scale, window, softcap, sinks
+        )
+    if q.shape[0] > num_decode_rows:
+        launch_prefill(
+            q, kv_pool, layer, positions, table_rows, block_tables, chunk_starts, tile_chunks, tile_starts, out,
+            num_decode_rows, scale, window, softcap, sinks,
+        )  # fmt: skip
+    return out
+
+
+def fake(
+    q: torch.Tensor, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
+    block_tables: torch.Tensor, chunk_starts: torch.Tensor, tile_chunks: torch.Tensor, tile_starts: torch.Tensor,
+    num_decode_rows: int, scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return q.new_empty(q.shape)
+
+
+def step_inputs(
+    decode_positions: list[int], chunks: list[tuple[int, int]], padding_rows: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(positions, table_rows, chunk_starts, tile_chunks, tile_starts)`` of a step with these decode rows and chunks.
+
+    A chunk is (first position, rows); request s is decode row s, then the chunks follow. One padding tile ends the list.
+    """
+    positions, table_rows = list(decode_positions), list(range(len(decode_positions)))
+    starts, tiles = [len(positions)], []
+    for index, (first, rows) in enumerate(chunks):
+        positions += range(first, first + rows)
+        table_rows += [len(decode_positions) + index] * rows
+        starts.append(len(positions))
+        tiles += [(first + start, index, start) for start in range(0, rows, PREFILL_TILE_ROWS)]
+    tiles = sorted(tiles, reverse=True) + [(0, -1, 0)]  # the longest first
+    positions += [-1] * padding_rows
+    table_rows += [0] * padding_rows
+    columns = (positions, table_rows, starts, [t[1] for t in tiles], [t[2] for t in tiles])
+    return tuple(torch.tensor(c, dtype=torch.int32) for c in columns)  # type: ignore[return-value]
+
+
+_TOLERANCE = {F32: 2e-5, F16: 2e-3, BF16: 2e-2}
+_REASON = "online softmax sums in another order and rounds its weights to the model dtype before the second product"
+
+
+def _case(
+    label: str, heads: tuple[int, int], head_dim: int, decodes: list[int], chunks: list[tuple[int, int]], *,
+    padding: int = 0, block_tokens: int = 16, window: int = 0, softcap: float = 0.0, sinks: bool = False, table_blocks: int = 0,
+) -> Case:  # fmt: skip
+    """``table_blocks``: width of the block table, which alone decides how many key ranges the decode kernel plans."""
+
+    def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
+        positions, table_rows, starts, tile_chunks, tile_starts = step_inputs(decodes, chunks, padding)
+        lengths = [p + 1 for p in decodes] + [first + rows for first, rows in chunks]
+        width = max(table_blocks, max(-(-n // block_tokens) for n in lengths))
+        tables, num_blocks = paged_tables(g, len(lengths), width)
+        pool = poisoned_pool(g, dtype, (num_blocks, 2, 2, heads[1], block_tokens, head_dim), tables, lengths, layer=1)
+        q = randn(g, dtype, len(positions), heads[0] + 2, head_dim)[:, : heads[0]]
+        sink_logits = randn(g, dtype, heads[0]) if sinks else None
+        return (
+            q, pool, 1, positions, table_rows, tables, starts, tile_chunks, tile_starts,
+            len(decodes), head_dim**-0.5, window, softcap, sink_logits,
+        )  # fmt: skip
+
+    return Case(label, make, _TOLERANCE, _REASON)
+
+
+register_kernel(
+    KernelSpec(
+        name="paged_attention",
+        schema="(Tensor q, Tensor kv_pool, int layer, Tensor positions, Tensor table_rows, Tensor block_tables, "
+        "Tensor chunk_starts, Tensor tile_chunks, Tensor tile_starts, int num_decode_rows, float scale, int window, "
+        "float softcap, Tensor? sinks) -> Tensor",
+        reference=reference,
+        cpu=cpu,
+        launch=launch,
+        fake=fake,
+        cases=(
+            _case("decode-9:3x64-padding", (9, 3), 64, [0, 15, -1, 70], [], table_blocks=12),
+            _case("decode-8:1x80-splits-sinks", (8, 1), 80, [200, 63], [], table_blocks=16, sinks=True),
+            _case("decode-4:4x128-window-softcap", (4, 4), 128, [150], [], window=40, softcap=5.0, block_tokens=32),
+            _case("decode-window-in-large-block", (2, 2), 64, [150, 120], [], window=5, block_tokens=128, sinks=True),
+            _case("prefill-3:1x64", (3, 1), 64, [], [(0, 17)], padding=3),
+            _case("prefill-two-tiles-from-the-middle", (2, 1), 64, [], [(100, 140), (0, 1)]),
+            _case("prefill-window-softcap-sinks", (2, 2), 80, [], [(60, 150)], window=70, softcap=8.0, sinks=True),
+            _case("prefill-small-window", (1, 1), 128, [], [(33, 140)], window=3, block_tokens=8),
+            _case("mixed-4:2x96", (4, 2), 96, [40, -1, 3], [(20, 33), (0, 5)], padding=2),
+        ),
+    )
+)
