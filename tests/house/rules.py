@@ -39,6 +39,7 @@ ONLY_IN = {
         "depthfx/cli.py",
     ),
 }
+KERNEL_CONTRACT = {"launch", "reference", "fake", "cases", "make_cases", "tolerance"}
 PLUGIN_FOLDERS = ("depthfx/lowering/kernels/", "depthfx/lowering/formats/", "depthfx/alloc/backends/", "depthfx/skippers/policies/")
 
 
@@ -46,6 +47,12 @@ def part_of(path: str) -> str:
     """``depthfx/alloc/units.py`` -> ``alloc``; a floor file -> ``floor``; ``depthfx/__init__.py`` -> ``package``."""
     name = path.removeprefix("depthfx/").split("/")[0].removesuffix(".py")
     return "floor" if name in FLOOR else "package" if name == "__init__" else name
+
+
+def _type_only(tree: ast.AST) -> set[int]:
+    """Lines below ``if TYPE_CHECKING:``."""
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    return {inner.lineno for block in blocks for statement in block.body for inner in ast.walk(statement) if hasattr(inner, "lineno")}
 
 
 def imports(path: str, source: str) -> Iterator[tuple[int, str]]:
@@ -61,8 +68,9 @@ def imports(path: str, source: str) -> Iterator[tuple[int, str]]:
 
 
 def check_layering(path: str, source: str) -> list[str]:
-    """Imports between parts go one way, and special dependencies stay where they belong."""
+    """Imports between parts go one way, for types too; special dependencies are executed only where they belong."""
     faults = []
+    type_only = _type_only(ast.parse(source))
     part = part_of(path)
     for line, name in imports(path, source):
         top = name.split(".")[0]
@@ -75,7 +83,7 @@ def check_layering(path: str, source: str) -> list[str]:
                 faults.append(f"{line}: the part {part} has no place in the house; add it to MAY_IMPORT with its neighbours")
             elif target not in MAY_IMPORT[part]:
                 faults.append(f"{line}: {part} must not import {target} ({name})")
-        if top in ONLY_IN and not path.startswith(ONLY_IN[top]):
+        if top in ONLY_IN and not path.startswith(ONLY_IN[top]) and line not in type_only:
             faults.append(f"{line}: {top} is imported only in {', '.join(ONLY_IN[top])}")
     return faults
 
@@ -98,8 +106,8 @@ def check_sizes(path: str, source: str) -> list[str]:
 def check_docstrings(path: str, source: str) -> list[str]:
     """Every module, public class and public function at module or class level says what it does.
 
-    Properties, overriding methods and one-line methods named by their class's contract are exempt only if they are
-    shorter than four lines: their name is then the whole story.
+    Exempt are methods of up to four lines, whose name is the whole story, and in a kernel file the functions that
+    KernelSpec defines (`launch`, `reference`, ...), which the formula in the module's docstring explains.
     """
     tree = ast.parse(source)
     faults = [] if ast.get_docstring(tree) else ["1: the module has no docstring"]
@@ -110,7 +118,8 @@ def check_docstrings(path: str, source: str) -> list[str]:
                 continue
             short = not isinstance(node, ast.ClassDef) and scope is not tree and node.end_lineno - node.lineno < 4
             overload = any("overload" in ast.unparse(d) or "setter" in ast.unparse(d) for d in node.decorator_list)
-            if not ast.get_docstring(node) and not short and not overload:
+            contract = path.startswith("depthfx/lowering/kernels/") and node.name in KERNEL_CONTRACT
+            if not ast.get_docstring(node) and not (short or overload or contract):
                 faults.append(f"{node.lineno}: {node.name} has no docstring")
     return faults
 
@@ -140,10 +149,13 @@ def check_environment(path: str, source: str) -> list[str]:
     return faults
 
 
-def check_registers(path: str, source: str) -> list[str]:
-    """A plug-in file calls ``register_...`` or ``REGISTRY.add`` when it is imported; files with a leading underscore only help."""
+def check_registers(path: str, source: str, imported: frozenset[str] = frozenset()) -> list[str]:
+    """A plug-in file calls ``register_...`` or ``REGISTRY.add`` when it is imported.
+
+    Files with a leading underscore only help, and so do files that a neighbour imports (``imported``, dotted names).
+    """
     name = path.rsplit("/", 1)[-1]
-    if not path.startswith(PLUGIN_FOLDERS) or name.startswith("_"):
+    if not path.startswith(PLUGIN_FOLDERS) or name.startswith("_") or path.removesuffix(".py").replace("/", ".") in imported:
         return []
     for statement in ast.parse(source).body:
         calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call)] if isinstance(statement, (ast.Expr, ast.Assign)) else []

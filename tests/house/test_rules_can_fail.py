@@ -33,6 +33,7 @@ def test_layering_refuses(path, source):
         ("depthfx/lowering/kernels/kv_append.py", "import triton"),
         ("depthfx/api.py", "from depthfx.passes import pipeline\nimport transformers"),
         ("depthfx/cli.py", "import depthfx"),
+        ("depthfx/passes/match.py", "if TYPE_CHECKING:\n    from transformers import PreTrainedModel"),
     ],
 )
 def test_layering_allows(path, source):
@@ -78,6 +79,8 @@ def test_registers():
     assert rules.check_registers(kernel, "FORMATS.add('plain16', Plain16())") == []
     assert rules.check_registers(kernel, "@register_format\nclass F:\n    pass") == []
     assert rules.check_registers("depthfx/lowering/kernels/_tiles.py", "x = 1") == []
+    assert rules.check_registers(kernel, "x = 1", frozenset({"depthfx.lowering.kernels.kv_append"})) == []
+    assert rules.check_registers(kernel, "x = 1", frozenset({"depthfx.lowering.kernels.rms_norm"}))
 
 
 def test_asserts():

@@ -1,0 +1,47 @@
+"""The README stays short, shows only commands that exist, and its example runs."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from depthfx.cli import build_parser
+from tests.house import rules
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+COMMANDS = set(build_parser()._subparsers._group_actions[0].choices)
+
+
+def test_length():
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "docs/map.md", "docs/decisions.md"])
+def test_commands_exist(path):
+    assert {"test", "demo", "check"} <= TARGETS
+    assert {"demo", "explain", "generate", "bench", "version"} == COMMANDS
+    assert rules.unknown_commands((ROOT / path).read_text(), TARGETS, COMMANDS) == []
+
+
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "docs/map.md"])
+def test_named_files_exist(path):
+    named = set(re.findall(r"`((?:depthfx|tests|docs|examples|benchmarks)/[\w./-]*)`", (ROOT / path).read_text()))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_example_is_short():
+    (example,) = rules.fenced(README, "python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 12
+
+
+@pytest.mark.skipif(find_spec("depthfx.api") is None, reason="depthfx.compile is not there yet")
+def test_example_runs():
+    (example,) = rules.fenced(README, "python")
+    out = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.startswith("The capital of France is Paris."), out.stdout

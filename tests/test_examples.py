@@ -1,0 +1,44 @@
+"""Every file in examples/ runs and does what its docstring says."""
+
+import importlib.util
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+needs_api = pytest.mark.skipif(find_spec("depthfx.api") is None, reason="depthfx.compile is not there yet")
+
+
+def run(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main()
+
+
+@needs_api
+def test_quickstart():
+    assert run("quickstart") == "The capital of France is Paris."
+
+
+@needs_api
+def test_engine():
+    answers = run("engine")
+    assert set(answers) == {"gravity", "water", "late"}
+    assert answers["gravity"].startswith(" a fundamental concept in physics that describes the curvature of spacetime")
+    assert "Paris" in answers["late"]
+
+
+@needs_api
+def test_torch_compile():
+    assert run("torch_compile") < 1e-3  # FP32 logits of size about 20, sums in another order
+
+
+def test_own_kernel():
+    assert run("own_kernel") == 0.0
+
+
+def test_all_are_tested():
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {p.stem for p in FOLDER.glob("*.py")} == tested - {"all_are_tested"}
