@@ -1,0 +1,147 @@
+"""One request: what was asked, what has been produced, where it stands; and the checks on what users hand in."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+from depthfx.errors import InvalidRequestError
+from depthfx.records import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["eos", "length", "stop", "abort", "error"]
+
+# Looks at the ids generated so far (read-only) and says whether the request ends.
+StopCheck = Callable[[list[int]], bool]
+
+
+class Status(Enum):
+    """Where a request stands. PARKED: its logits were delivered and the caller has not chosen the token yet."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """News of one request: tokens that are final, and how it ended, if it did."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    finished: bool = False
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    logits: torch.Tensor | None = None  # [V] float32, for a request that picks its tokens itself
+
+
+class Request:
+    """State of one request; the scheduler alone changes it.
+
+    Positions: KV of [0, ``num_computed``) is present, KV of [0, ``num_planned``) will be once the outstanding steps are
+    done. ``num_pending`` tokens have been planned but not committed, so the request is ``len(token_ids) + num_pending``
+    tokens long; a decode is due when all but the last of these are planned.
+    """
+
+    __slots__ = (
+        "arrival", "error", "finish_reason", "fresh", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "num_computed",
+        "num_pending", "num_planned", "num_prompt", "output_ids", "prefilling", "request_id", "salt", "sample_row", "sampling", "status",
+        "stop_check", "table_row", "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Iterable[int],
+        sampling: SamplingParams,
+        stop_check: StopCheck | None = None,
+        salt: bytes = b"",
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)  # prompt and output
+        self.output_ids: list[int] = []
+        self.num_prompt = len(self.token_ids)
+        self.sampling = sampling
+        self.stop_check = stop_check
+        self.salt = salt  # requests share KV only under equal salts
+        self.max_new_tokens = sampling.max_new_tokens  # the scheduler lowers it to fit the context
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.arrival = -1
+        self.last_step = -1  # last step whose plan names the request
+        self.keep_content = True  # its KV may be reused by others after it ends
+        self.forget_place()
+
+    def forget_place(self) -> None:
+        """Back to having no table row, no blocks and no KV; the tokens stay."""
+        self.table_row = -1
+        self.holds_blocks = False
+        self.num_computed = 0
+        self.num_planned = 0
+        self.num_pending = 0
+        self.sample_row = -1  # row among the sampled rows of the last step that named it
+        self.prefilling = True
+        self.fresh = True  # nothing has been planned since admission
+
+    def append(self, token: int) -> None:
+        """Adds one produced token, which is final."""
+        self.token_ids.append(token)
+        self.output_ids.append(token)
+
+    def end_of_output(self) -> FinishReason | None:
+        """Whether the last token ended the request, and how. An error raised by ``stop_check`` comes through."""
+        if self.output_ids[-1] in self.sampling.eos_token_ids:
+            return "eos"
+        if self.stop_check is not None and self.stop_check(self.output_ids):
+            return "stop"
+        return "length" if len(self.output_ids) >= self.max_new_tokens else None
+
+
+def check_prompt(prompt_token_ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The prompt as a list of ints in [0, vocab_size); anything else raises :class:`InvalidRequestError`."""
+    token_ids = list(prompt_token_ids)
+    if token_ids and all(type(token) is int for token in token_ids) and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return token_ids
+    token_ids = [check_token(token, vocab_size, place) for place, token in enumerate(token_ids)]
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty; it must have at least one token id: give a start token")
+    return token_ids
+
+
+def check_token(token: object, vocab_size: int, place: int | None = None) -> int:
+    """``token`` as an int in [0, vocab_size); anything else raises :class:`InvalidRequestError`."""
+    where = "token" if place is None else f"token {place} of the prompt"
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise InvalidRequestError(f"{where} is {token!r} of type {type(token).__name__}; ids must be integers: tokenize the text first")
+    try:
+        value = operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidRequestError(f"{where} is {token!r}; token ids must be integers: hand in one flat list for each request") from None
+    if not 0 <= value < vocab_size:
+        raise InvalidRequestError(f"{where} is {value}; ids must be in [0, {vocab_size}), the vocabulary: use the model's tokenizer")
+    return value
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises :class:`InvalidRequestError` if a value of ``sampling`` is out of its range."""
+    s = sampling
+    rules = (
+        ("max_new_tokens", s.max_new_tokens, s.max_new_tokens >= 1, "at least 1"),
+        ("min_new_tokens", s.min_new_tokens, s.min_new_tokens >= 0, "at least 0"),
+        ("temperature", s.temperature, 0.0 <= s.temperature < float("inf"), "at least 0 (0 is greedy) and finite"),
+        ("top_k", s.top_k, s.top_k >= 0, "at least 0 (0 is off)"),
+        ("top_p", s.top_p, 0.0 < s.top_p <= 1.0, "above 0 and at most 1 (1 is off)"),
+        ("min_p", s.min_p, 0.0 <= s.min_p <= 1.0, "between 0 (off) and 1"),
+        ("repetition_penalty", s.repetition_penalty, 0.0 < s.repetition_penalty < float("inf"), "above 0 (1 is off) and finite"),
+        ("seed", s.seed, -(1 << 63) <= s.seed < 1 << 63, "a 64-bit signed integer"),
+    )
+    for name, value, fits, allowed in rules:
+        if not fits:
+            raise InvalidRequestError(f"sampling parameter {name}={value!r} must be {allowed}; change it in the request's SamplingParams")

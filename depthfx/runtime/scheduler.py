@@ -1,0 +1,379 @@
+"""Scheduler: decides what each step computes, and books what came out; `plan` and `commit` are all the runtime uses.
+
+Order is first come, first served. Every running decode gets its token in each step, then unfinished prefills go on, then
+waiting requests are admitted. When blocks run out, the newest running request gives up its blocks and waits again with
+its tokens kept; the oldest one is therefore never held up.
+
+Lookahead: `plan` may be called once more before the previous step is committed. Three rules keep that exact.
+
+1. A decode whose token is still on the device names the sampled row it comes from. It is planned unless the request ends
+   there by length. Requests that pick their tokens outside are never planned ahead.
+2. A request that ends while a planned step names it keeps its blocks until the last such step is committed, and that
+   step's result for it is dropped.
+3. Nothing is preempted while a step is outstanding: `plan` then returns None, the caller commits and plans again. So a
+   preempted request has no token under way.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from depthfx.alloc.manager import MemoryManager
+from depthfx.errors import InternalError, InvalidRequestError, NonFiniteLogitsError, RequestTooLargeError, SettingError
+from depthfx.records import Chunk, StepPlan, StepResult
+from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status
+
+# What a user's stop_check may raise without harm to anybody else's request.
+_CALLBACK_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+
+_by_arrival = attrgetter("arrival")
+
+
+@dataclass(frozen=True)
+class _Step:
+    plan: StepPlan
+    requests: tuple[Request, ...]  # of plan.decodes + plan.prefills
+
+
+class Scheduler:
+    """Plans steps over the requests it was given.
+
+    ``max_batch_size`` requests are admitted at a time, ``max_batch_tokens`` rows make a step, at most
+    ``max_chunk_tokens`` of them prefill rows if the step also decodes; prompt and output of one request together have
+    at most ``max_model_len`` tokens. Raises :class:`SettingError` if these do not fit each other.
+    """
+
+    def __init__(
+        self, manager: MemoryManager, max_batch_size: int, max_batch_tokens: int, max_chunk_tokens: int, max_model_len: int
+    ) -> None:
+        limits = {"max_batch_size": max_batch_size, "max_chunk_tokens": max_chunk_tokens, "max_model_len": max_model_len}
+        for name, value in limits.items():
+            if value < 1:
+                raise SettingError(f"setting {name}={value} must be at least 1; give a larger value")
+        if max_batch_tokens < max_batch_size:
+            raise SettingError(
+                f"setting max_batch_tokens={max_batch_tokens} must be at least max_batch_size={max_batch_size}, one row a decode: raise it"
+            )
+        if manager.num_table_rows < max_batch_size:
+            raise SettingError(
+                f"setting max_batch_size={max_batch_size} must be at most the {manager.num_table_rows} rows of the block table: lower it"
+            )
+        self.manager = manager
+        self.max_batch_size = max_batch_size
+        self.max_batch_tokens = max_batch_tokens
+        self.max_chunk_tokens = max_chunk_tokens
+        self.max_model_len = max_model_len
+        self.num_preemptions = 0
+        self.num_reused_tokens = 0
+        self._requests: dict[str, Request] = {}  # all that have not ended
+        self._waiting: deque[Request] = deque()  # by arrival
+        self._running: list[Request] = []  # all that hold blocks and have not ended, by arrival
+        self._steps: deque[_Step] = deque()  # planned and not committed
+        self._next_step = 0
+        self._next_arrival = 0
+        self._blocked: tuple[str, int] | None = None  # the request that found no room, and the manager's release count then
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        """Whether a request has not ended, or a step has not been committed."""
+        return bool(self._requests or self._steps)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises :class:`InvalidRequestError`, or :class:`RequestTooLargeError` if it could never be served."""
+        name, num_prompt = request.request_id, request.num_prompt
+        if name in self._requests:
+            raise InvalidRequestError(f"request id {name!r} is in use; ids must be unique among unfinished requests: choose another")
+        if num_prompt < 1:
+            raise InvalidRequestError(f"request {name!r} has an empty prompt; it must have at least one token id: give a start token")
+        if request.sampling.max_new_tokens < 1:
+            raise InvalidRequestError(f"request {name!r} asks for max_new_tokens={request.sampling.max_new_tokens}; it must be at least 1")
+        if num_prompt > self.max_model_len:
+            raise InvalidRequestError(
+                f"request {name!r} has a prompt of {num_prompt} tokens; at most max_model_len={self.max_model_len} are allowed: shorten it"
+            )
+        # A prompt that fills the context still yields one token: that token needs no KV.
+        request.max_new_tokens = min(request.sampling.max_new_tokens, max(1, self.max_model_len - num_prompt))
+        num_needed = num_prompt + request.max_new_tokens - 1  # the last token's KV is never needed
+        if not self.manager.can_ever_fit(num_needed):
+            raise RequestTooLargeError(
+                f"request {name!r} needs KV for {num_needed} tokens ({num_prompt} of prompt, {request.max_new_tokens} new); "
+                f"one request can have {self.manager.max_request_tokens}: shorten it, lower max_new_tokens or give more KV memory"
+            )
+        request.arrival = self._next_arrival
+        self._next_arrival += 1
+        self._requests[name] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request at once, whatever it is doing; None if there is no such unfinished request."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._end(request, "abort")
+
+    def push_token(self, request_id: str, token: int) -> RequestOutput:
+        """Gives a parked request its next token. Raises :class:`InvalidRequestError` if it is not parked."""
+        request = self._requests.get(request_id)
+        if request is None or request.status is not Status.PARKED:
+            state = "not known or has ended" if request is None else f"{request.status.value}, not parked"
+            raise InvalidRequestError(f"request {request_id!r} is {state}; push a token once for each logits that step() delivers")
+        if request.holds_blocks:
+            request.status = Status.RUNNING
+        else:
+            self._enqueue(request)
+        return self._produce(request, token)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if nothing can be done now (or not before the outstanding step is committed)."""
+        if len(self._steps) > 1:
+            raise InternalError(f"two steps are outstanding ({[s.plan.step_id for s in self._steps]}); commit one before planning")
+        num_preemptions = self.num_preemptions
+        decoding = self._grow_decodes()
+        if decoding is None:
+            return None
+        preempted = self.num_preemptions > num_preemptions
+        decodes = [self._decode_chunk(request, row) for row, request in enumerate(decoding)]
+        budget = self.max_batch_tokens - len(decodes)
+        if decodes:
+            budget = min(budget, self.max_chunk_tokens)
+        prefilling: list[Request] = []
+        prefills: list[Chunk] = []
+        for request in self._prefill_candidates(may_admit=not preempted, idle=not decodes) if budget else ():
+            chunk = self._prefill_chunk(request, budget, len(decodes) + sum(c.samples for c in prefills))
+            budget -= chunk.num_tokens
+            prefilling.append(request)
+            prefills.append(chunk)
+            if budget == 0:
+                break
+        if not decodes and not prefills:
+            return self.plan() if preempted else None  # all who ran were preempted: one of them can be admitted again
+        plan = StepPlan(self._next_step, tuple(decodes), tuple(prefills), self.manager.take_table_writes())
+        self._next_step += 1
+        self._steps.append(_Step(plan, (*decoding, *prefilling)))
+        return plan
+
+    def commit(self, result: StepResult) -> list[RequestOutput]:
+        """Books the oldest outstanding step; the outputs are in the order of its rows."""
+        step = self._take_step(result.step_id)
+        chunks = step.plan.decodes + step.plan.prefills
+        num_sampled = sum(chunk.samples for chunk in chunks)
+        if not len(result.token_ids) == len(result.finite) == num_sampled:
+            raise InternalError(f"step {result.step_id} samples {num_sampled} rows, but its result has {len(result.token_ids)}")
+        outputs: list[RequestOutput] = []
+        row = -1
+        for chunk, request in zip(chunks, step.requests):
+            row += chunk.samples
+            if request.finish_reason is not None:
+                self._release_if_unnamed(request)
+                continue
+            request.num_computed += chunk.num_tokens
+            if chunk.samples:
+                request.num_pending -= 1
+                if not result.finite[row]:
+                    outputs.append(self._end_not_finite(request))
+                    continue
+            self.manager.register(request.request_id, request.token_ids, request.num_computed)
+            if not chunk.samples:
+                continue
+            if request.sampling.external:
+                request.status = Status.PARKED
+                outputs.append(RequestOutput(request.request_id, (), logits=result.logits[request.request_id]))
+            elif (token := result.token_ids[row]) >= 0:
+                outputs.append(self._produce(request, token))
+            else:
+                raise InternalError(f"step {result.step_id} gave token {token} for request {request.request_id!r}; ids start at 0")
+        return outputs
+
+    def fail(self, step_id: int, error: BaseException) -> list[RequestOutput]:
+        """Books the oldest outstanding step as failed: its requests end with ``error``, all others go on."""
+        step = self._take_step(step_id)
+        outputs = []
+        for request in step.requests:
+            if request.finish_reason is None:
+                outputs.append(self._end(request, "error", error))
+            else:
+                self._release_if_unnamed(request)
+        self.manager.resend_tables()  # the step's table writes may not have been applied
+        return outputs
+
+    def check(self) -> None:
+        """Proves that memory and requests agree; raises :class:`InternalError`."""
+        self.manager.check()
+        for queue in (self._running, self._waiting):
+            if any(a.arrival >= b.arrival for a, b in zip(list(queue), list(queue)[1:])):
+                raise InternalError("requests are not in the order of their arrival")
+        ended = {r.request_id for step in self._steps for r in step.requests if r.finish_reason is not None}
+        holders = {r.request_id for r in self._running} | ended
+        for request_id in self.manager.usage().by_request:
+            if request_id not in holders:
+                raise InternalError(f"request {request_id!r} holds KV blocks, but is neither running nor named by a planned step")
+
+    # -- planning
+
+    def _grow_decodes(self) -> list[Request] | None:
+        """The requests whose decode is due, with room for its KV; None if that takes a preemption and a step is outstanding."""
+        ready: list[Request] = []
+        grow = self.manager.grow
+        for request in list(self._running):
+            if request.prefilling or request.status is not Status.RUNNING:
+                continue
+            pending = request.num_pending
+            if pending and (request.sampling.external or len(request.output_ids) + pending >= request.max_new_tokens):
+                continue
+            while not grow(request.request_id, request.num_planned + 1):
+                if self._steps:
+                    return None
+                victim = self._running[-1]  # this request or a newer one
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                ready.append(request)
+        return ready
+
+    def _decode_chunk(self, request: Request, row: int) -> Chunk:
+        start, pending = request.num_planned, request.num_pending
+        chunk = Chunk(
+            request.request_id,
+            request.table_row,
+            start,
+            () if pending else (request.token_ids[start],),
+            request.sample_row if pending else -1,
+            True,
+            len(request.output_ids) + pending,
+            request.sampling,
+        )
+        request.num_planned = start + 1
+        request.num_pending = pending + 1
+        request.sample_row = row
+        request.last_step = self._next_step
+        return chunk
+
+    def _prefill_chunk(self, request: Request, budget: int, row: int) -> Chunk:
+        start = request.num_planned
+        token_ids = tuple(request.token_ids[start : start + budget])
+        samples = start + len(token_ids) == len(request.token_ids)
+        wants_history = request.fresh and request.sampling.repetition_penalty != 1.0
+        request.num_planned = start + len(token_ids)
+        request.fresh = False
+        request.last_step = self._next_step
+        if samples:
+            request.prefilling = False
+            request.num_pending += 1
+            request.sample_row = row
+        history = tuple(request.token_ids) if wants_history else None
+        return Chunk(
+            request.request_id, request.table_row, start, token_ids, -1, samples, len(request.output_ids), request.sampling, history
+        )
+
+    def _prefill_candidates(self, may_admit: bool, idle: bool) -> Iterator[Request]:
+        """Running requests with prompt left, then new admissions, one at a time as the caller asks for them."""
+        for request in list(self._running):
+            if request.prefilling:
+                idle = False
+                yield request
+        while may_admit and self._waiting:
+            request = self._waiting[0]
+            if not self._admit(request):
+                # Nothing else can run: a parked request makes room, or the waiting one might wait for ever.
+                parked = [r for r in self._running if r.status is Status.PARKED]
+                if not (idle and parked and not self._steps):
+                    return
+                self._preempt(parked[-1])
+                continue
+            idle = False
+            yield request
+
+    def _admit(self, request: Request) -> bool:
+        manager = self.manager
+        if len(self._running) >= self.max_batch_size or manager.holds(request.request_id):
+            return False
+        if self._blocked == (request.request_id, manager.num_releases):
+            return False
+        # One block of headroom for each running request, so that the newcomer is not preempted right away.
+        place = manager.admit(request.request_id, request.token_ids, request.salt, headroom=len(self._running))
+        if place is None:
+            self._blocked = (request.request_id, manager.num_releases)
+            return False
+        self._blocked = None
+        self._waiting.popleft()
+        request.status = Status.RUNNING
+        request.holds_blocks = True
+        request.table_row = place.table_row
+        request.num_planned = request.num_computed = place.reused_tokens
+        self.num_reused_tokens += place.reused_tokens
+        insort(self._running, request, key=_by_arrival)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        if len(self._running) == 1 and request.status is not Status.PARKED:
+            raise InternalError(f"request {request.request_id!r} is alone and has no room for its next token; it should have been refused")
+        self.num_preemptions += 1
+        self._running.remove(request)
+        self.manager.release(request.request_id)
+        request.forget_place()
+        if request.status is not Status.PARKED:
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        request.status = Status.WAITING
+        place = 0
+        while place < len(self._waiting) and self._waiting[place].arrival < request.arrival:
+            place += 1
+        self._waiting.insert(place, request)
+
+    # -- booking
+
+    def _take_step(self, step_id: int) -> _Step:
+        if not self._steps or self._steps[0].plan.step_id != step_id:
+            raise InternalError(f"step {step_id} is booked, but the outstanding ones are {[s.plan.step_id for s in self._steps]}")
+        return self._steps.popleft()
+
+    def _produce(self, request: Request, token: int) -> RequestOutput:
+        request.append(token)
+        try:
+            reason = request.end_of_output()
+        except _CALLBACK_FAULTS as error:
+            return self._end(request, "error", error, (token,))
+        if reason is None:
+            return RequestOutput(request.request_id, (token,))
+        return self._end(request, reason, None, (token,))
+
+    def _end_not_finite(self, request: Request) -> RequestOutput:
+        request.keep_content = False
+        error = NonFiniteLogitsError(
+            f"request {request.request_id!r} got NaN logits for token {len(request.output_ids)} of its output; logits must be numbers: "
+            "check the weights, the dtype and the prompt"
+        )
+        return self._end(request, "error", error)
+
+    def _end(
+        self, request: Request, reason: FinishReason, error: BaseException | None = None, token_ids: tuple[int, ...] = ()
+    ) -> RequestOutput:
+        del self._requests[request.request_id]
+        request.finish_reason = reason
+        request.error = error
+        if request.holds_blocks:
+            self._running.remove(request)
+            self._release_if_unnamed(request)
+        elif request.status is Status.WAITING:
+            self._waiting.remove(request)
+        request.status = Status.FINISHED
+        return RequestOutput(request.request_id, token_ids, True, reason, error)
+
+    def _release_if_unnamed(self, request: Request) -> None:
+        if self._steps and request.last_step >= self._steps[0].plan.step_id:
+            return  # released when that step is committed
+        self.manager.release(request.request_id, reuse=request.keep_content)
+        request.forget_place()
