@@ -1,0 +1,228 @@
+"""The weight-streaming product behind ``linear``, ``linear_add`` and ``gated_linear`` for at most 64 rows of 16-bit numbers.
+
+``y[t, n] = sum_k x[t, k] w[n, k]``; x [T, K], w [N, K]. Time is the time to read w once, so the tile of w is the large operand:
+either W x^T on tensor cores (T padded to 16, 32 or 64 columns), or for one or two rows multiply-adds in registers.
+Example: N = 4096, BLOCK_N = 64, split_k = 4: 256 programs, each reading 64 rows of a quarter of K.
+
+A gated product reads gate and up rows in one tile of 2F rows: tile row i is weight row ``n + i % half + (i // half) * F``.
+With split_k > 1 the program that arrives last for a tile of outputs adds the parts in order, so results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
+from depthfx.lowering.kernels._device import activate, dot, pdl_release, pdl_wait, prefetch_l2
+from depthfx.lowering.kernels._scratch import scratch_of
+
+MAX_SMALL_ROWS = 64
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """How one product is cut. ``block_n`` counts weight rows of a tile (gate and up together when gated)."""
+
+    block_n: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+    use_dot: bool
+
+
+# Tuned shapes: (rows rounded up to 1, 2, 16, 32 or 64; N; K; gated) -> config. Other shapes follow `linear_config`'s rule.
+TUNED: dict[tuple[int, int, int, bool], LinearConfig] = {}
+
+
+def linear_config(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num_sms: int) -> LinearConfig:
+    """Config of a product of ``num_outputs`` weight rows (2F when gated): table first, then one wave of programs by rule."""
+    rows = num_rows if num_rows <= 2 else max(16, triton.next_power_of_2(num_rows))
+    tuned = TUNED.get((rows, num_outputs, num_inputs, gated))
+    if tuned is not None:
+        return tuned
+    if num_rows <= 2:
+        # registers hold the loads in flight: 8 programs of 4 warps with 8 KiB each on every multiprocessor
+        block_n = 4 if num_outputs >= 4096 else 2
+        if num_outputs >= 16384:
+            block_n = 8
+        block_k = min(1024 if block_n <= 4 else 512, triton.next_power_of_2(num_inputs))
+        return LinearConfig(block_n, block_k, split_k=1, num_warps=4, num_stages=1, use_dot=False)
+    block_n, block_k = 64, 128
+    tiles = triton.cdiv(num_outputs, block_n)
+    steps = triton.cdiv(num_inputs, block_k)
+    # two programs fit a multiprocessor; a split shorter than 4 steps never fills its pipeline
+    split_k = max(1, min(2 * num_sms // tiles, steps // 4, 16))
+    return LinearConfig(block_n, block_k, split_k, num_warps=4, num_stages=4, use_dot=True)
+
+
+@triton.jit
+def _accumulate_dot(
+    x_ptr, w_tile, num_rows, num_inputs, stride_x, row_mask, first_k, end_k, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_T] partial sums over ``[first_k, end_k)``: weights are the first operand of the product."""
+    t = tl.arange(0, BLOCK_T)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for start in tl.range(first_k, end_k, BLOCK_K, num_stages=STAGES):
+        at = start + k
+        if EVEN:
+            w = tl.load(w_tile + at[None, :], eviction_policy="evict_first")
+            x = tl.load(x_ptr + t[None, :] * stride_x + at[:, None], mask=(t < num_rows)[None, :], other=0.0)
+        else:
+            inside = at < num_inputs
+            w = tl.load(
+                w_tile + at[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
+            )
+            x = tl.load(
+                x_ptr + t[None, :] * stride_x + at[:, None], mask=(t < num_rows)[None, :] & inside[:, None], other=0.0
+            )
+        acc = dot(w, x, acc, WIDEN)
+    return acc
+
+
+@triton.jit
+def _accumulate_fma(
+    x_ptr, w_tile, num_inputs, stride_x, row_mask, first_k, end_k, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for one or two rows: multiply-adds in registers, one sum over the tile at the end.
+
+    The weights of the first step are loaded before the wait: nothing on the device writes them.
+    """
+    k = tl.arange(0, BLOCK_K)
+    acc0 = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc1 = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    at = first_k + k
+    if EVEN:
+        w = tl.load(w_tile + at[None, :], eviction_policy="evict_first")
+    else:
+        w = tl.load(w_tile + at[None, :], mask=row_mask[:, None] & (at < num_inputs)[None, :], other=0.0)
+    pdl_wait(PDL)
+    for start in tl.range(first_k, end_k, BLOCK_K):
+        wide = w.to(tl.float32)
+        x0 = tl.load(x_ptr + start + k, mask=start + k < num_inputs, other=0.0).to(tl.float32)
+        acc0 += wide * x0[None, :]
+        if BLOCK_T == 2:
+            x1 = tl.load(x_ptr + stride_x + start + k, mask=start + k < num_inputs, other=0.0).to(tl.float32)
+            acc1 += wide * x1[None, :]
+        at = start + BLOCK_K + k
+        w = tl.load(
+            w_tile + at[None, :], mask=row_mask[:, None] & (at < tl.minimum(end_k, num_inputs))[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+    sum0 = tl.sum(acc0, axis=1)[:, None]
+    if BLOCK_T == 2:
+        return tl.where(tl.arange(0, 2)[None, :] == 0, sum0, tl.sum(acc1, axis=1)[:, None])
+    else:
+        return sum0
+
+
+@triton.jit
+def _halves(acc, HALF: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Gate and up parts [HALF, BLOCK_T] of a gated tile."""
+    return tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_T)), (1, 2, 0)))
+
+
+@triton.jit
+def _small_linear_kernel(
+    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
+    num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual, split_inputs,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, USE_DOT: tl.constexpr,
+    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One program for one (tile of outputs, range of K). ``num_outputs`` counts output columns (F when gated)."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    GATED: tl.constexpr = ACTIVATION > 0
+    HALF: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # output columns of a tile
+    i = tl.arange(0, BLOCK_N)
+    columns = tile * HALF + i % HALF
+    row_mask = columns < num_outputs
+    w_rows = columns + i // HALF * num_outputs
+    w_tile = w_ptr + w_rows.to(tl.int64)[:, None] * stride_w
+    first_k = split * split_inputs
+    end_k = tl.minimum(first_k + split_inputs, num_inputs)
+    pdl_release(PDL)
+    if USE_DOT:
+        if PDL:
+            lines = first_k + tl.arange(0, 4)[None, :] * 64  # the first 512 bytes of each weight row
+            prefetch_l2(w_ptr + tl.where(row_mask, w_rows, 0).to(tl.int64)[:, None] * stride_w + tl.minimum(lines, num_inputs - 1))
+        pdl_wait(PDL)
+        acc = _accumulate_dot(
+            x_ptr, w_tile, num_rows, num_inputs, stride_x, row_mask, first_k, end_k, BLOCK_T, BLOCK_N, BLOCK_K, EVEN, STAGES, WIDEN
+        )
+    else:
+        acc = _accumulate_fma(x_ptr, w_tile, num_inputs, stride_x, row_mask, first_k, end_k, BLOCK_T, BLOCK_N, BLOCK_K, EVEN, PDL)
+
+    t = tl.arange(0, BLOCK_T)
+    last = True
+    if SPLIT_K > 1:
+        part = partial_ptr + (tile * SPLIT_K).to(tl.int64) * (BLOCK_N * BLOCK_T) + i[:, None] * BLOCK_T + t[None, :]
+        tl.store(part + split * (BLOCK_N * BLOCK_T), acc)
+        tl.debug_barrier()  # every thread's stores come before the one thread's release
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        last = arrived == SPLIT_K - 1
+        if last:
+            tl.debug_barrier()
+            tl.store(counter_ptr + tile, 0)
+            acc = tl.load(part, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT_K):
+                acc += tl.load(part + other * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
+    if last:
+        dtype = out_ptr.dtype.element_ty
+        n = tile * HALF + tl.arange(0, HALF)
+        if GATED:
+            gate, up = _halves(acc, HALF, BLOCK_T)
+            gate = activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+            result = gate * up.to(dtype).to(tl.float32)
+        else:
+            result = acc
+        mask = (n < num_outputs)[:, None] & (t < num_rows)[None, :]
+        if HAS_BIAS:
+            result += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
+        if HAS_RESIDUAL:
+            result += tl.load(residual_ptr + t[None, :] * stride_residual + n[:, None], mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + t[None, :] * num_outputs + n[:, None], result.to(dtype), mask=mask)
+
+
+def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the streaming kernel serves this product; else cuBLAS does."""
+    return 0 < x.shape[0] <= MAX_SMALL_ROWS and x.element_size() == 2 and weight.stride(1) == 1 and weight.dtype == x.dtype
+
+
+def launch_small(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    activation: int = 0, config: LinearConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``x W^T`` with the given epilogue; ``config`` replaces :func:`linear_config` in a benchmark."""
+    num_rows, num_inputs = x.shape
+    num_outputs = weight.shape[0] // 2 if activation else weight.shape[0]
+    config = config or linear_config(num_rows, weight.shape[0], num_inputs, activation > 0, device_sms(x.device))
+    block_t = max(16, triton.next_power_of_2(num_rows)) if config.use_dot else num_rows
+    block_out = config.block_n // 2 if activation else config.block_n
+    tiles = triton.cdiv(num_outputs, block_out)
+    steps = triton.cdiv(num_inputs, config.block_k)
+    split_inputs = triton.cdiv(steps, config.split_k) * config.block_k
+    config = replace(config, split_k=triton.cdiv(num_inputs, split_inputs))  # no program without work
+    partial = counters = None
+    if config.split_k > 1:
+        scratch = scratch_of(x.device, tiles * config.split_k * config.block_n * block_t, tiles)
+        partial, counters = scratch.values, scratch.counters
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    _small_linear_kernel[(tiles, config.split_k)](
+        x, weight, bias, residual, out, partial, counters,
+        num_rows, num_outputs, num_inputs, x.stride(0), weight.stride(0), residual.stride(0) if residual is not None else 0,
+        split_inputs,
+        BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_K=config.split_k, USE_DOT=config.use_dot,
+        EVEN=num_inputs % config.block_k == 0 and num_outputs % block_out == 0,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ACTIVATION=activation,
+        STAGES=config.num_stages, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl_options(),
+    )  # fmt: skip
+    return out

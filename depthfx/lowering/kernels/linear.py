@@ -1,0 +1,60 @@
+"""A linear layer: the streaming kernel for a few 16-bit rows, cuBLAS for the rest.
+
+``out[t, n] = sum_k x[t, k] weight[n, k] + bias[n]``; x [T, K], weight [N, K], bias [N], out [T, N].
+Example: x = [1, 2], weight = [[1, 0], [1, 1]], bias = [0, 5]: out = [1, 8].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
+from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
+from depthfx.lowering.kernels._small_linear import LinearConfig, is_small, launch_small
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Plain PyTorch."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig | None = None
+) -> torch.Tensor:
+    if is_small(x, weight):
+        return launch_small(inner_contiguous(x), weight, bias=bias, config=config)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _case(
+    rows: int, outputs: int, inputs: int, bias: bool = False, extra: int = 0, config: LinearConfig | None = None
+) -> Case:
+    def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
+        x = randn(g, dtype, rows, inputs + extra)[:, :inputs]
+        weight = (torch.randn(outputs, inputs, generator=g) * inputs**-0.5).to(dtype)
+        return x, weight, randn(g, dtype, outputs) if bias else None
+
+    return Case(f"{rows}x{outputs}x{inputs}-bias{bias:d}", make, DOT_TOLERANCE, DOT_REASON)
+
+
+register_kernel(
+    KernelSpec(
+        name="linear",
+        schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+        reference=reference,
+        launch=launch,
+        fake=fake,
+        cases=(
+            _case(1, 72, 576, bias=True),
+            _case(2, 33, 200, extra=8),
+            _case(3, 128, 1024),
+            _case(17, 70, 600, bias=True, extra=8),
+            _case(33, 64, 512),
+            _case(65, 48, 64, bias=True),
+        ),
+    )
+)

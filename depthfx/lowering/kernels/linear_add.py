@@ -1,0 +1,50 @@
+"""A linear layer whose output joins the residual stream.
+
+``out = residual + x W^T``; x [T, K], weight [N, K], residual [T, N], out [T, N].
+Example: x = [1, 2], weight = [[1, 0], [1, 1]], residual = [10, 20]: out = [11, 23].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
+from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
+from depthfx.lowering.kernels._small_linear import LinearConfig, is_small, launch_small
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Plain PyTorch."""
+    return residual + torch.nn.functional.linear(x, weight)
+
+
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: LinearConfig | None = None
+) -> torch.Tensor:
+    if is_small(x, weight):
+        return launch_small(inner_contiguous(x), weight, residual=inner_contiguous(residual), config=config)
+    return torch.addmm(residual, x, weight.t())
+
+
+def fake(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _case(rows: int, outputs: int, inputs: int) -> Case:
+    def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
+        weight = (torch.randn(outputs, inputs, generator=g) * inputs**-0.5).to(dtype)
+        return randn(g, dtype, rows, inputs), weight, randn(g, dtype, rows, outputs)
+
+    return Case(f"{rows}x{outputs}x{inputs}", make, DOT_TOLERANCE, DOT_REASON)
+
+
+register_kernel(
+    KernelSpec(
+        name="linear_add",
+        schema="(Tensor x, Tensor weight, Tensor residual) -> Tensor",
+        reference=reference,
+        launch=launch,
+        fake=fake,
+        cases=(_case(1, 64, 1536), _case(2, 65, 192), _case(3, 64, 1536), _case(33, 72, 600), _case(65, 64, 96)),
+    )
+)
