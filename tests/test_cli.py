@@ -1,0 +1,178 @@
+"""The command line: parsing, errors, streaming text, the screen and the figures of the demo."""
+
+import io
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import depthfx
+from depthfx import cli, demo
+from depthfx.smollm2 import load_smollm2
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_api = pytest.mark.skipif(find_spec("depthfx.api") is None, reason="depthfx.compile is not there yet")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_smollm2()[1]
+
+
+def test_version_as_a_module():
+    out = subprocess.run([sys.executable, "-m", "depthfx", "version"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.splitlines()[0] == f"depthfx {depthfx.__version__}"
+    assert f"torch {torch.__version__}" in out.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nothing"], ["generate", "smollm2"], ["demo", "--max-new-tokens", "0"], ["demo", "--dtype", "int8"]]
+)
+def test_wrong_usage_ends_with_two(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert "usage: depthfx" in capsys.readouterr().err
+
+
+def test_a_wrong_model_is_explained(tmp_path, capsys):
+    assert cli.main(["explain", str(tmp_path), "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("depthfx: ")
+    assert "config.json" in error
+
+
+def test_bench_lists_runs_and_refuses(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path / "benchmarks")
+    assert cli.main(["bench"]) == 1
+    assert "checkout" in capfd.readouterr().err
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "probe.py").write_text("import sys\nprint(sys.argv[1:])\nraise SystemExit(5)\n")
+    (tmp_path / "benchmarks" / "_common.py").write_text("")
+    assert cli.main(["bench"]) == 0
+    assert capfd.readouterr().out == "probe\n"
+    assert cli.main(["bench", "other"]) == 1
+    assert "known: probe" in capfd.readouterr().err
+    assert cli.main(["bench", "probe", "--quick", "3"]) == 5
+    assert capfd.readouterr().out == "['--quick', '3']\n"
+
+
+def test_place_fills_in_the_defaults():
+    assert cli.place(SimpleNamespace(device="cpu", dtype=None)) == ("cpu", torch.float32)
+    assert cli.place(SimpleNamespace(device="cuda:1", dtype=None)) == ("cuda:1", torch.float16)
+    assert cli.place(SimpleNamespace(device="cpu", dtype="bfloat16")) == ("cpu", torch.bfloat16)
+
+
+def test_pieces_hold_back_incomplete_characters(tokenizer):
+    text = "Tower 🗼 of café"
+    ids = tokenizer(text)["input_ids"]
+    parts = list(cli.pieces(tokenizer, ids))
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert len(parts) > 3
+    cut = next(k for k in range(1, len(ids)) if tokenizer.decode(ids[:k]).endswith("\ufffd"))
+    assert "".join(cli.pieces(tokenizer, ids[:cut])) == tokenizer.decode(ids[:cut])
+
+
+def test_eos_ids():
+    def model(ids):
+        return SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ids))
+
+    assert [cli.eos_ids(model(ids)) for ids in (None, 2, [2, 3])] == [(), (2,), (2, 3)]
+
+
+class Terminal(io.StringIO):
+    """A text stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def _screen(out):
+    screen = demo.Screen(out, ("first?", "second?"), lambda ids: " ".join(map(str, ids)))
+    screen.show(0, [1], False)
+    screen.show(1, [7, 8], True)
+    screen.show(0, [1, 2], True)
+    return out.getvalue()
+
+
+def test_screen_without_a_terminal_prints_complete_answers():
+    assert _screen(io.StringIO()) == "2. second?\n   7 8\n1. first?\n   1 2\n"
+
+
+def test_screen_on_a_terminal_redraws_open_answers():
+    text = _screen(Terminal())
+    assert "\x1b[2A\x1b[J" in text  # two open lines wiped
+    assert text.endswith("\x1b[1A\x1b[J1. \x1b[1mfirst?\x1b[0m\n   1 2\n")
+
+
+def test_table_and_comparison(tokenizer):
+    ours = demo.Measured(single_rate=40.0, batch_rate=100.0, peak_bytes=1 << 30)
+    theirs = demo.Measured(single_rate=20.0, batch_rate=80.0, peak_bytes=1 << 29)
+    lines = demo.table(ours, theirs, 8).splitlines()
+    assert any(line.split() == ["tokens/s,", "batch", "1", "40.0", "20.0", "2.00x"] for line in lines)
+    assert any(line.split() == ["tokens/s,", "batch", "8", "100.0", "80.0", "1.25x"] for line in lines)
+    assert demo.compare([[5], [6, 7]], [[5], [6, 7]], tokenizer, torch.float32).startswith("2 of 2")
+    told = demo.compare([[5], [6, 7]], [[5], [6, 8]], tokenizer, torch.float32)
+    assert told.startswith("1 of 2")
+    assert "question 2 parts at token 1" in told
+
+
+class StubEngine:
+    """Answers each prompt with its first token, counted up, one token for each request and step."""
+
+    def __init__(self):
+        self.open = {}
+
+    def add(self, prompt, sampling=None, request_id=None):
+        self.open[str(len(self.open))] = [prompt[0], sampling]
+        return str(len(self.open) - 1)
+
+    def has_unfinished(self):
+        return any(left for _, left in self.open.values())
+
+    def step(self):
+        outputs = []
+        for request_id, state in self.open.items():
+            if state[1]:
+                state[0] += 1
+                state[1] -= 1
+                outputs.append(SimpleNamespace(request_id=request_id, new_token_ids=[state[0]], finished=state[1] == 0, error=None))
+        return outputs
+
+
+def test_serve_collects_in_order_of_prompts():
+    seen = []
+    screen = SimpleNamespace(show=lambda i, ids, finished: seen.append((i, len(ids), finished)))
+    assert demo.serve(StubEngine(), [[10], [20]], 2, screen) == [[11, 12], [21, 22]]
+    assert seen == [(0, 1, False), (1, 1, False), (0, 2, True), (1, 2, True)]
+
+
+def test_eager_side_answers_and_measures():
+    measured = demo.measure_eager("cpu", torch.float32, 12, demo.QUESTIONS[:2])
+    assert measured.answers[0] == [504, 3575, 282, 4649, 314, 7042, 30]  # "The capital of France is Paris."
+    assert len(measured.answers[1]) == 12
+    assert measured.batch_rate > 0
+    assert measured.peak_bytes > 500 << 20
+
+
+@needs_api
+def test_demo(capfd):
+    assert demo.run_demo("cpu", torch.float32, 8, demo.QUESTIONS[:3]) == 0
+    out = capfd.readouterr().out
+    assert "The capital of France is Paris." in out
+    assert "3 of 3 greedy answers are the same" in out
+
+
+@needs_api
+def test_generate_and_explain(capfd):
+    arguments = ["smollm2", "--device", "cpu"]
+    assert cli.main(["generate", *arguments, "--chat", "--prompt", "What is the capital of France?", "--max-new-tokens", "12"]) == 0
+    assert capfd.readouterr().out == "The capital of France is Paris.\n"
+    assert cli.main(["explain", *arguments]) == 0
+    assert "30" in capfd.readouterr().out  # layers
