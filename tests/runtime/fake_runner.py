@@ -125,15 +125,14 @@ class FakeRunner:
 
     def _check_context(self, chunk: Chunk, context: list[int]) -> None:
         prompt = self.prompts.get(chunk.request_id)
-        if prompt is None or self.ended_early(chunk, context):
+        if prompt is None or self._follows_nan(chunk, context):
             return
         known = prompt[: len(context)]
         assert context[: len(known)] == known, f"{chunk.request_id}: KV of the prompt belongs to other tokens"
         if not chunk.sampling.external:
             for i in range(len(prompt), len(context)):
-                assert context[i] == next_token(context[:i], self.vocab_size), f"{chunk.request_id}: KV at {i} is not the token produced there"
+                assert context[i] == next_token(context[:i], self.vocab_size), f"{chunk.request_id}: wrong KV at {i}"
             assert chunk.sample_index == max(0, len(context) - len(prompt)) or not chunk.samples
 
-    def ended_early(self, chunk: Chunk, context: list[int]) -> bool:
-        """Whether the row belongs to a request that ended in the step before, and is only computed to be dropped."""
+    def _follows_nan(self, chunk: Chunk, context: list[int]) -> bool:
         return chunk.source >= 0 and context[-1] < 0

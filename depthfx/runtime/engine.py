@@ -1,0 +1,348 @@
+"""Engine: takes requests, drives scheduler and runner step by step, and hands each output to whoever asked for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from depthfx.errors import DepthfxError, InternalError, InvalidRequestError
+from depthfx.records import SamplingParams, StepPlan, StepResult
+from depthfx.runtime.collect import Asked, Collection
+from depthfx.runtime.metrics import EngineStats, StepClock
+from depthfx.runtime.request import Request, RequestOutput, StopCheck, check_prompt, check_sampling, check_token
+from depthfx.runtime.scheduler import Scheduler
+
+# What a runner may raise for one step without ending the engine. Anything else is a defect and comes straight through.
+_RUNNER_FAULTS = (RuntimeError, MemoryError, ArithmeticError, ValueError, OSError, DepthfxError)
+
+
+class StepRunner(Protocol):
+    """Computes steps; all of them in launch order, on one stream."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Queues the step's work, returns a handle at once."""
+
+    def wait(self, handle: Any) -> StepResult:
+        """Blocks until the step is done. May be called again with the same handle if it was interrupted."""
+
+
+@dataclass
+class _Flight:
+    plan: StepPlan
+    handle: Any = None
+    error: BaseException | None = None  # the launch failed
+
+
+class Engine:
+    """Serves many requests at once. All methods may be called from several threads.
+
+    One thread at a time drives: it plans, launches, waits and commits; others may add, abort and read meanwhile.
+    ``lookahead``: the next step is launched before the previous one is waited for. ``check``: prove the invariants of
+    memory after every step.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, vocab_size: int, lookahead: bool, check: bool) -> None:
+        self.vocab_size = vocab_size
+        self._scheduler = scheduler
+        self._runner = runner
+        self._depth = 2 if lookahead else 1
+        self._check = check
+        self._state = threading.Condition()  # guards everything below; never held while waiting for the device
+        self._driving = False
+        self._flights: deque[_Flight] = deque()
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._unclaimed: list[RequestOutput] = []  # outputs for the next step()
+        self._abandoned: deque[str] = deque()  # streams that were dropped; appended to without the lock
+        self._next_id = 0
+        self._num_faults = 0  # failed steps since the last good one
+        self._num_steps = self._num_tokens = self._num_prefill_tokens = 0
+        self._clock = StepClock()
+
+    def add(
+        self,
+        prompt_token_ids: Iterable[int],
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        stop_check: StopCheck | None = None,
+    ) -> str:
+        """Queues a request and returns its id; its outputs come from :meth:`step`.
+
+        ``stop_check`` gets the ids generated so far and ends the request by returning True. Raises
+        :class:`InvalidRequestError` or :class:`RequestTooLargeError`; then nothing was queued.
+        """
+        return self._add(prompt_token_ids, sampling, request_id, stop_check, None)
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one turn and returns what is new for requests made by :meth:`add`; empty if nothing came out.
+
+        With lookahead the outputs are those of the step launched one turn ago. If the runner fails, the requests of that
+        step end with the exception in their output and the others go on; if it fails again at once, the exception comes
+        through. Parked requests need :meth:`push_token` before their next turn.
+        """
+        self._drive(lambda: bool(self._unclaimed))
+        with self._state:
+            outputs, self._unclaimed = self._unclaimed, []
+        return outputs
+
+    def has_unfinished(self) -> bool:
+        """Whether there is work left, or an output that :meth:`step` has not returned yet."""
+        with self._state:
+            return bool(self._scheduler.has_unfinished() or self._unclaimed)
+
+    def stream(
+        self,
+        prompt_token_ids: Iterable[int],
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        stop_check: StopCheck | None = None,
+    ) -> TokenStream:
+        """Queues a request and returns an iterator over its tokens, which drives the engine as needed.
+
+        Several streams may be read in turn or from several threads. Raises as :meth:`add`.
+        """
+        self._refuse_external(sampling)
+        return TokenStream(self, self._add(prompt_token_ids, sampling, request_id, stop_check, deque()))
+
+    def run(self, requests: Iterable[tuple[Iterable[int], SamplingParams | None]]) -> dict[str, RequestOutput]:
+        """Serves (prompt, sampling) pairs to their end; one output with all tokens for each id, in the order given.
+
+        If one pair is refused, none is served. A request that fails has its ``error`` set; nothing is raised for it.
+        """
+        streams: list[TokenStream] = []
+        try:
+            for prompt_token_ids, sampling in requests:
+                streams.append(self.stream(prompt_token_ids, sampling))
+            return {stream.request_id: stream.finish() for stream in streams}
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request wherever it stands; False if there is no such unfinished request. It gets a last output."""
+        with self._state:
+            output = self._scheduler.abort(request_id)
+            if output is not None:
+                self._deliver([output])
+            return output is not None
+
+    def push_token(self, request_id: str, token: int) -> RequestOutput:
+        """Gives a parked request its next token; the output (also finished or not) is returned here and nowhere else.
+
+        Raises :class:`InvalidRequestError` if the request is not parked or the id is outside the vocabulary.
+        """
+        value = check_token(token, self.vocab_size)
+        with self._state:
+            output = self._scheduler.push_token(request_id, value)
+            self._num_tokens += 1
+            self._state.notify_all()
+            return output
+
+    def stats(self) -> EngineStats:
+        """Counts and times so far."""
+        with self._state:
+            scheduler, steps = self._scheduler, max(1, self._num_steps)
+            return EngineStats(
+                num_steps=self._num_steps,
+                num_tokens=self._num_tokens,
+                num_prefill_tokens=self._num_prefill_tokens,
+                num_preemptions=scheduler.num_preemptions,
+                num_reused_tokens=scheduler.num_reused_tokens,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                kv=scheduler.manager.usage(),
+                host_seconds_per_step=self._clock.host_seconds / steps,
+                exposed_seconds_per_step=self._clock.exposed_seconds / steps,
+            )
+
+    # -- requests and mailboxes
+
+    def _refuse_external(self, sampling: SamplingParams | None) -> None:
+        if sampling is not None and sampling.external:
+            raise InvalidRequestError("external=True: a stream cannot wait for tokens from outside; use add(), step() and push_token()")
+
+    def _add(
+        self, prompt: Iterable[int], sampling: SamplingParams | None, request_id: str | None, stop_check: StopCheck | None, mailbox: deque[RequestOutput] | None
+    ) -> str:
+        sampling = SamplingParams() if sampling is None else sampling
+        check_sampling(sampling)
+        token_ids = check_prompt(prompt, self.vocab_size)
+        with self._state:
+            if request_id is None:
+                request_id = f"request-{self._next_id}"
+                self._next_id += 1
+            elif request_id in self._mailboxes:
+                raise InvalidRequestError(f"request id {request_id!r} belongs to a stream that is still read; choose another or close it")
+            self._scheduler.add(Request(request_id, token_ids, sampling, stop_check))
+            if mailbox is not None:
+                self._mailboxes[request_id] = mailbox
+        return request_id
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self._num_tokens += len(output.new_token_ids)
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is None:
+                self._unclaimed.append(output)
+            else:
+                mailbox.append(output)
+        self._state.notify_all()
+
+    def _receive(self, request_id: str) -> RequestOutput:
+        return self._receive_from(self._mailboxes[request_id], request_id)
+
+    def _receive_from(self, mailbox: deque[RequestOutput], owner: str) -> RequestOutput:
+        while not mailbox:
+            if not self._drive(lambda: bool(mailbox)):
+                raise InternalError(f"{owner!r} is unfinished, but the engine has nothing to do")
+        return mailbox.popleft()
+
+    def collect(self, requests: Iterable[Asked]) -> Collection:
+        """Queues ``(prompt, sampling, stop_check)`` requests and returns an iterator over ``(number, output)`` as they arrive.
+
+        Use it as a context manager: requests that have not ended when it closes are aborted. Raises as :meth:`add`.
+        """
+        return Collection(self, requests)
+
+    def _close_mailbox(self, request_id: str) -> None:
+        with self._state:
+            if self._mailboxes.pop(request_id, None) is not None:
+                self._scheduler.abort(request_id)
+
+    # -- driving
+
+    def _drive(self, ready: Callable[[], bool]) -> bool:
+        """Runs one turn, or waits for the turn of another thread, unless ``ready()``; False if there was nothing to do."""
+        with self._state:
+            while self._driving and not ready():
+                self._state.wait()
+            if ready():
+                return True
+            self._driving = True
+        try:
+            return self._turn() or ready()
+        finally:
+            with self._state:
+                self._driving = False
+                self._state.notify_all()
+
+    def _turn(self) -> bool:
+        """Plans and launches a step if one may be queued, then settles the oldest one if the queue is full or cannot grow."""
+        with self._state:
+            while self._abandoned:
+                self._close_mailbox(self._abandoned.popleft())
+            self._clock.start(in_flight=bool(self._flights))
+            launched = self._launch_next()
+            self._clock.stop()
+            if not self._flights:
+                return False
+            if launched and len(self._flights) < self._depth:
+                return True
+            flight = self._flights[0]
+        result, error = self._wait(flight)
+        with self._state:
+            self._clock.start(in_flight=len(self._flights) > 1)
+            self._settle(flight, result, error)
+            self._clock.stop()
+        return True
+
+    def _launch_next(self) -> bool:
+        if len(self._flights) >= self._depth or (self._flights and self._flights[-1].error is not None):
+            return False
+        plan = self._scheduler.plan()
+        if plan is None:
+            return False
+        flight = _Flight(plan)
+        self._flights.append(flight)
+        try:
+            flight.handle = self._runner.launch(plan)
+        except BaseException as error:
+            flight.error = error  # its requests end when its turn comes
+            if isinstance(error, InternalError) or not isinstance(error, _RUNNER_FAULTS):
+                raise
+        return True
+
+    def _wait(self, flight: _Flight) -> tuple[StepResult | None, BaseException | None]:
+        if flight.error is not None:
+            return None, flight.error
+        start = time.perf_counter()
+        try:
+            result = self._runner.wait(flight.handle)
+        except InternalError:
+            raise
+        except _RUNNER_FAULTS as error:
+            return None, error
+        self._clock.waited(time.perf_counter() - start)
+        return result, None
+
+    def _settle(self, flight: _Flight, result: StepResult | None, error: BaseException | None) -> None:
+        self._flights.popleft()
+        if result is not None:
+            outputs = self._scheduler.commit(result)
+            self._num_faults = 0
+            self._num_steps += 1
+            self._num_prefill_tokens += flight.plan.num_tokens - len(flight.plan.decodes)
+        else:
+            assert error is not None
+            outputs = self._scheduler.fail(flight.plan.step_id, error)
+            self._num_faults += 1
+        self._deliver(outputs)
+        if self._check:
+            self._scheduler.check()
+        if error is not None and self._num_faults > 1:
+            raise error
+
+
+class TokenStream:
+    """Iterator over the tokens of one request. Closing or dropping it early aborts the request."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self.request_id = request_id
+        self.last: RequestOutput | None = None  # the output that ended the request
+        self._engine = engine
+        self._tokens: deque[int] = deque()
+        self._closed = False
+
+    def __iter__(self) -> TokenStream:
+        return self
+
+    def __next__(self) -> int:
+        """The next token. Raises the request's error if it failed."""
+        while not self._tokens:
+            if self._closed:
+                raise StopIteration
+            if self.last is not None:
+                self.close()
+                if self.last.error is not None:
+                    raise self.last.error
+                raise StopIteration
+            output = self._engine._receive(self.request_id)
+            self._tokens.extend(output.new_token_ids)
+            if output.finished:
+                self.last = output
+        return self._tokens.popleft()
+
+    def finish(self) -> RequestOutput:
+        """Reads to the end; one output with all tokens that were not read yet. Raises nothing for a failed request."""
+        token_ids: list[int] = list(self._tokens)
+        self._tokens.clear()
+        while self.last is None:
+            output = self._engine._receive(self.request_id)
+            token_ids.extend(output.new_token_ids)
+            if output.finished:
+                self.last = output
+        self.close()
+        return RequestOutput(self.request_id, tuple(token_ids), True, self.last.finish_reason, self.last.error)
+
+    def close(self) -> None:
+        """Aborts the request if it has not ended; harmless otherwise."""
+        if not self._closed:
+            self._closed = True
+            self._engine._close_mailbox(self.request_id)
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._engine._abandoned.append(self.request_id)  # no lock: this may run inside any other call
