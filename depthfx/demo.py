@@ -153,7 +153,7 @@ def compare(ours: list[list[int]], theirs: list[list[int]], tokenizer: Any, dtyp
     differing = [i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b]
     lines = [f"{len(ours) - len(differing)} of {len(ours)} greedy answers are the same, token for token."]
     if differing and dtype != torch.float32:
-        lines[0] += " (16-bit sums depend on their order; with --dtype float32 the answers can be compared exactly.)"
+        lines[0] += " 16-bit sums depend on their order; in float32 on a CPU the answers compare exactly."
     for i in differing:
         at = next((k for k, (a, b) in enumerate(zip(ours[i], theirs[i])) if a != b), min(len(ours[i]), len(theirs[i])))
         a, b = (repr(tokenizer.decode(x[at : at + 4])) for x in (ours[i], theirs[i]))

@@ -63,6 +63,8 @@ def test_docstrings():
 def test_excepts(clause):
     assert rules.check_excepts("a.py", f"try:\n    x\n{clause}\n    pass")
     assert rules.check_excepts("a.py", "try:\n    x\nexcept (ValueError, KeyError):\n    pass") == []
+    assert rules.check_excepts("a.py", "try:\n    x\nexcept BaseException:\n    y()\n    raise") == []
+    assert rules.check_excepts("a.py", "try:\n    x\nexcept Exception:\n    y()\n    raise")
 
 
 @pytest.mark.parametrize("source", ["import os\nos.environ['A']", "import os\nos.getenv('A')", "from os import environ"])
