@@ -50,8 +50,8 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "error", "finish_reason", "fresh", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "num_computed",
-        "num_pending", "num_planned", "num_prompt", "output_ids", "prefilling", "request_id", "salt", "sample_row", "sampling", "status",
+        "arrival", "error", "finish_reason", "fresh", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "num_backed",
+        "num_computed", "num_pending", "num_planned", "num_prompt", "output_ids", "prefilling", "request_id", "salt", "sample_row", "sampling", "status",
         "stop_check", "table_row", "token_ids",
     )  # fmt: skip
 
@@ -83,17 +83,13 @@ class Request:
         """Back to having no table row, no blocks and no KV; the tokens stay."""
         self.table_row = -1
         self.holds_blocks = False
+        self.num_backed = 0  # tokens that its blocks have room for
         self.num_computed = 0
         self.num_planned = 0
         self.num_pending = 0
         self.sample_row = -1  # row among the sampled rows of the last step that named it
         self.prefilling = True
         self.fresh = True  # nothing has been planned since admission
-
-    def append(self, token: int) -> None:
-        """Adds one produced token, which is final."""
-        self.token_ids.append(token)
-        self.output_ids.append(token)
 
     def end_of_output(self) -> FinishReason | None:
         """Whether the last token ended the request, and how. An error raised by ``stop_check`` comes through."""

@@ -171,19 +171,22 @@ class Scheduler:
         if not len(result.token_ids) == len(result.finite) == num_sampled:
             raise InternalError(f"step {result.step_id} samples {num_sampled} rows, but its result has {len(result.token_ids)}")
         outputs: list[RequestOutput] = []
+        block_tokens = self.manager.block_tokens
         row = -1
         for chunk, request in zip(chunks, step.requests):
             row += chunk.samples
             if request.finish_reason is not None:
                 self._release_if_unnamed(request)
                 continue
-            request.num_computed += chunk.num_tokens
+            num_tokens = len(chunk.token_ids) or 1
+            request.num_computed += num_tokens
             if chunk.samples:
                 request.num_pending -= 1
                 if not result.finite[row]:
                     outputs.append(self._end_not_finite(request))
                     continue
-            self.manager.register(request.request_id, request.token_ids, request.num_computed)
+            if request.num_computed % block_tokens < num_tokens:  # a block became full
+                self.manager.register(request.request_id, request.token_ids, request.num_computed)
             if not chunk.samples:
                 continue
             if request.sampling.external:
@@ -224,14 +227,14 @@ class Scheduler:
     def _grow_decodes(self) -> list[Request] | None:
         """The requests whose decode is due, with room for its KV; None if that takes a preemption and a step is outstanding."""
         ready: list[Request] = []
-        grow = self.manager.grow
+        running = Status.RUNNING
         for request in list(self._running):
-            if request.prefilling or request.status is not Status.RUNNING:
+            if request.prefilling or request.status is not running:
                 continue
             pending = request.num_pending
             if pending and (request.sampling.external or len(request.output_ids) + pending >= request.max_new_tokens):
                 continue
-            while not grow(request.request_id, request.num_planned + 1):
+            while request.num_planned >= request.num_backed and not self._grow(request):
                 if self._steps:
                     return None
                 victim = self._running[-1]  # this request or a newer one
@@ -241,6 +244,12 @@ class Scheduler:
             else:
                 ready.append(request)
         return ready
+
+    def _grow(self, request: Request) -> bool:
+        if not self.manager.grow(request.request_id, request.num_backed + 1):
+            return False
+        request.num_backed += self.manager.block_tokens
+        return True
 
     def _decode_chunk(self, request: Request, row: int) -> Chunk:
         start, pending = request.num_planned, request.num_pending
@@ -312,6 +321,7 @@ class Scheduler:
         request.holds_blocks = True
         request.table_row = place.table_row
         request.num_planned = request.num_computed = place.reused_tokens
+        request.num_backed = -(-len(request.token_ids) // manager.block_tokens) * manager.block_tokens
         self.num_reused_tokens += place.reused_tokens
         insort(self._running, request, key=_by_arrival)
         return True
@@ -341,7 +351,8 @@ class Scheduler:
         return self._steps.popleft()
 
     def _produce(self, request: Request, token: int) -> RequestOutput:
-        request.append(token)
+        request.token_ids.append(token)
+        request.output_ids.append(token)
         try:
             reason = request.end_of_output()
         except _CALLBACK_FAULTS as error:
