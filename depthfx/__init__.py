@@ -1,3 +1,23 @@
 """depthfx: a PyTorch compile backend for Hugging Face decoder models."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from depthfx.records import SamplingParams
+from depthfx.settings import Settings
+
+if TYPE_CHECKING:
+    from depthfx.api import compile
+
 __version__ = "0.1.0"
+__all__ = ["SamplingParams", "Settings", "__version__", "compile"]
+
+
+def __getattr__(name: str) -> Any:
+    # compile needs torch, transformers and triton; `import depthfx` alone stays light and touches no device
+    if name == "compile":
+        from depthfx.api import compile
+
+        return compile
+    raise AttributeError(f"module 'depthfx' has no attribute {name!r}")

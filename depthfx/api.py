@@ -1,0 +1,125 @@
+"""The public call: ``depthfx.compile`` builds program, memory, runner and engine, and attaches them to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from depthfx.alloc.manager import MemoryManager
+from depthfx.errors import UnsupportedModelError
+from depthfx.passes.pipeline import Program, build_program
+from depthfx.report import CompileReport
+from depthfx.runtime.engine import Engine
+from depthfx.runtime.graphs import decode_buckets
+from depthfx.runtime.model import Compiled, as_depth_model
+from depthfx.runtime.runner import Runner, RunnerShape
+from depthfx.runtime.scheduler import Scheduler
+from depthfx.runtime.sizing import Limits, derive_limits, size_kv_blocks
+from depthfx.settings import Settings
+
+
+def compile(model: PreTrainedModel, settings: Settings | None = None, **overrides: Any) -> Any:  # noqa: A001 - mirrors torch.compile
+    """Compile a Hugging Face decoder model in place and return it.
+
+    ``settings`` or single settings by name (see :class:`depthfx.Settings`) say how. The result is the same object: use
+    ``generate`` as before, ``engine`` for continuous batching, ``explain()`` to see what was done. Do this after moving the
+    model to its device and dtype.
+
+    Raises :class:`~depthfx.errors.UnsupportedModelError` with the reason for a model that depthfx cannot run (or, with
+    ``on_unsupported="eager"``, leaves generation to Hugging Face's code and says so in ``explain()``), and
+    :class:`~depthfx.errors.SettingError` or :class:`~depthfx.errors.MemoryBudgetError` for settings that do not fit.
+    """
+    resolved = Settings.build(settings, **overrides)
+    report = CompileReport()
+    _check_model(model)
+    model.eval()
+    try:
+        _check_architecture(model)
+        engine = _build_engine(model, resolved, report)
+    except UnsupportedModelError as error:
+        if resolved.on_unsupported == "raise":
+            raise
+        report.add("not compiled, generation runs in Hugging Face's own code", str(error))
+        engine = None
+    return as_depth_model(model, Compiled(engine, report, resolved))
+
+
+def backend(gm: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Callable[..., Any]:
+    """``torch.compile(model, backend="depthfx")``: a plain forward, compiled by Inductor as it stands.
+
+    Serving (paged KV, captured steps, continuous batching) needs :func:`compile`, which owns the generation loop.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(gm, example_inputs)
+    return compiled
+
+
+def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> Engine:
+    device = next(model.parameters()).device
+    program = build_program(model, settings, "cuda" if device.type == "cuda" else "cpu", report)
+    limits = derive_limits(model.config, settings, device)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    num_blocks = size_kv_blocks(model, program, limits, settings, report)
+    runner = _build_runner(program, limits, num_blocks, vocab_size, device, settings, report)
+    manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse)
+    scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
+    lookahead = settings.lookahead if settings.lookahead is not None else device.type == "cuda"
+    report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
+    return Engine(scheduler, runner, vocab_size, lookahead, settings.check)
+
+
+def _build_runner(
+    program: Program, limits: Limits, num_blocks: int, vocab_size: int, device: torch.device, settings: Settings, report: CompileReport
+) -> Runner:
+    capture = settings.cuda_graphs if settings.cuda_graphs is not None else device.type == "cuda"
+    shape = RunnerShape(
+        program.kv_shape, program.kv_dtype, num_blocks, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens, vocab_size
+    )
+    runner = Runner(program, shape, device, decode_buckets(limits.max_batch_size) if capture and device.type == "cuda" else ())
+    if runner.graphs.buckets:
+        with report.timed("capture graphs"):
+            runner.graphs.capture()
+        report.add("compiled", f"CUDA graphs of decode steps for batch sizes {', '.join(map(str, runner.graphs.buckets))}")
+    return runner
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what can never be compiled, whatever the settings."""
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"depthfx.compile takes a transformers PreTrainedModel; got {type(model).__module__}.{type(model).__name__}")
+    if hasattr(model, "_depthfx"):
+        raise UnsupportedModelError(f"this {type(model).__name__} is compiled already; load it again to compile with other settings")
+    devices = {p.device for p in model.parameters()}
+    if any(d.type == "meta" for d in devices):
+        raise UnsupportedModelError("the model is on the meta device and has no weights; load it with from_pretrained or move it with to_empty first")
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"the model is on {sorted(map(str, devices))}; depthfx needs all of it on one CPU or CUDA device")
+
+
+def _check_architecture(model: PreTrainedModel) -> None:
+    """Refuse known kinds of models with a clear reason before any tracing."""
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; depthfx compiles decoder-only models")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        method = getattr(getattr(config, "quantization_config", None), "quant_method", "unknown")
+        raise UnsupportedModelError(f"{name} is quantised ({method}); load the original 16-bit or 32-bit weights")
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{name} cannot generate text; load it with AutoModelForCausalLM")
+    if any(hasattr(m, "_hf_hook") for m in model.modules()):
+        raise UnsupportedModelError(f"{name} carries accelerate hooks (several devices or offloading); load it on one device, without device_map")
+    text = config.get_text_config()
+    experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if getattr(text, n, None)), None)
+    if experts is not None and any("experts" in n.rsplit(".", 1)[-1] for n, _ in model.named_modules()):
+        raise UnsupportedModelError(f"{name} is a mixture of experts ({experts}={getattr(text, experts)}); depthfx supports dense decoders so far")
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(f"{name} uses latent attention (MLA, kv_lora_rank={text.kv_lora_rank}); depthfx supports plain K and V so far")
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) != 1 or next(iter(dtypes)) not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedModelError(f"{name} has parameters in {sorted(map(str, dtypes))}; depthfx needs one of float32, float16, bfloat16")
+    if next(iter(dtypes)) is torch.float32 and next(model.parameters()).device.type == "cuda":
+        raise UnsupportedModelError(f"{name} is float32 on CUDA; depthfx attends in float16 or bfloat16 there: load it with dtype=torch.float16")

@@ -1,0 +1,152 @@
+"""Capture: the Hugging Face forward over packed rows as one Dynamo graph with every weight as a named input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from transformers import AttentionInterface, PreTrainedModel
+
+from depthfx.errors import UnsupportedModelError
+from depthfx.passes import attention_marker
+from depthfx.passes.context import PassContext, Target
+from depthfx.report import CompileReport
+from depthfx.settings import Settings
+
+# Row counts used while tracing. They only have to differ from each other and from 0 and 1.
+_TRACE_ROWS, _TRACE_LOGIT_ROWS = 24, 6
+
+
+class _PackedForward(torch.nn.Module):
+    """The model as a child, so that every node carries a complete module stack."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        places = positions.clamp(min=0).to(torch.int64)  # padding rows have position -1
+        out = self.model(input_ids=token_ids[None], position_ids=places[None], use_cache=False, logits_to_keep=logit_rows)
+        return out.logits[0]
+
+
+class _StopCaptureError(Exception):
+    """Raised in place of running the captured graph."""
+
+
+def capture(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext]:
+    """Trace ``model`` over T packed rows.
+
+    Returns a graph with inputs ``token_ids [T] int64``, ``positions [T] int32``, ``logit_rows [R] int64`` and one
+    input for each weight (``context.weights`` names them), and output logits ``[R, vocabulary]``.
+    Raises :class:`UnsupportedModelError` with the reason where the forward is not one graph.
+    """
+    captured: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        captured.append((gm, example_inputs))
+
+        def stop(*args: Any) -> Any:
+            raise _StopCaptureError
+
+        return stop
+
+    device = next(model.parameters()).device
+    inputs = [
+        torch.zeros(_TRACE_ROWS, dtype=torch.int64, device=device),
+        torch.zeros(_TRACE_ROWS, dtype=torch.int32, device=device),
+        torch.zeros(_TRACE_LOGIT_ROWS, dtype=torch.int64, device=device),
+    ]
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with _attention_of(model), torch.no_grad():
+        try:
+            torch.compile(_PackedForward(model), backend=keep, fullgraph=True)(*inputs)
+        except _StopCaptureError:
+            pass
+        except (torch._dynamo.exc.TorchDynamoException, torch.fx.experimental.symbolic_shapes.ConstraintViolationError) as error:
+            text = str(error).strip().splitlines()[0][:300]
+            raise UnsupportedModelError(
+                f"the forward of {type(model).__name__} is not one graph: {text}; "
+                "depthfx needs a forward without data-dependent Python (use on_unsupported='eager' to run Hugging Face's own code)"
+            ) from error
+    gm, example_inputs = captured[0]
+    context = PassContext(settings, target, report, _fake_mode(gm), None)
+    _name_inputs(gm, example_inputs, model, context)
+    _drop_bookkeeping(gm)
+    return gm, context
+
+
+@contextmanager
+def _attention_of(model: PreTrainedModel) -> Iterator[None]:
+    """Route attention to the marker while tracing, and restore the model's own choice afterwards."""
+    AttentionInterface.register(attention_marker.NAME, attention_marker.hf_attention)
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config") and hasattr(m.config, "_attn_implementation")}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = attention_marker.NAME
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def _fake_mode(gm: fx.GraphModule) -> Any:
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    raise UnsupportedModelError("the captured graph holds no tensors")
+
+
+def _name_inputs(gm: fx.GraphModule, example_inputs: list[Any], model: PreTrainedModel, context: PassContext) -> None:
+    """Rename inputs: step inputs by their argument, weights by their name in the model; drop symbolic-size inputs."""
+    names = {id(t): n for n, t in [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]}
+    arguments = ("token_ids", "positions", "logit_rows")
+    sizes: dict[Any, fx.Node] = {}
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(node.meta["example_value"], torch.SymInt):
+            continue
+        if id(value) in names:
+            new = "w_" + names[id(value)].replace(".", "_")
+            context.weights[new] = (names[id(value)],)
+        else:
+            new = next((a for a in arguments if node.name.startswith(f"l_{a}")), None)
+            if new is None:
+                raise UnsupportedModelError(
+                    f"the forward of {type(model).__name__} reads {node.meta['grapharg'].source.name} which is neither a parameter nor a buffer"
+                )
+            sizes[node.meta["example_value"].shape[0].node.expr] = node
+        node.name = node.target = new
+    first_compute = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    for node in placeholders:
+        value = node.meta["example_value"]
+        if isinstance(value, torch.SymInt):
+            if node.users:
+                with gm.graph.inserting_before(first_compute):
+                    size = gm.graph.call_function(torch.ops.aten.sym_size.int, (sizes[value.node.expr], 0))
+                size.meta["example_value"] = value
+                node.replace_all_uses_with(size)
+            gm.graph.erase_node(node)
+    by_name = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
+    context.row_symbol = by_name["positions"].meta["example_value"].shape[0].node.expr
+
+
+def _drop_bookkeeping(gm: fx.GraphModule) -> None:
+    """Remove nodes that only log, set grad mode, or enter a disabled autocast; yield the logits themselves."""
+    for node in reversed(list(gm.graph.nodes)):
+        name = getattr(node.target, "__name__", str(node.target))
+        entered = node.args[0] if node.args else None
+        disabled = name == "_enter_autocast" and node.args[2] is False
+        leaves = name == "_exit_autocast" and isinstance(entered, fx.Node) and entered.args[2] is False
+        if name in ("_log_api_usage_once", "_set_grad_enabled") or disabled or leaves:
+            gm.graph.erase_node(node)
+    output = next(n for n in gm.graph.nodes if n.op == "output")
+    output.args = (output.args[0][0],)  # Dynamo returns a tuple of one
+    gm.graph.eliminate_dead_code()
+    gm.recompile()

@@ -1,0 +1,84 @@
+"""The one ordered list of passes, and the loop that runs, checks and times them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx
+from transformers import PreTrainedModel
+
+from depthfx.lowering.codegen import compile_with_inductor, run_eagerly
+from depthfx.passes.capture import capture
+from depthfx.passes.check_graph import check_graph
+from depthfx.passes.check_rows import check_rows
+from depthfx.passes.context import Pass, PassContext, Target
+from depthfx.passes.fuse_linears import fuse_linears
+from depthfx.passes.fuse_norms import fuse_norms
+from depthfx.passes.fuse_rotary import fuse_rotary
+from depthfx.passes.recognise_layers import recognise_layers
+from depthfx.passes.split_pieces import split_pieces
+from depthfx.passes.use_linear_ops import drop_batch_dim, use_gated_linear, use_linear
+from depthfx.passes.use_paged_attention import use_paged_attention
+from depthfx.passes.weights import bind_weights
+from depthfx.records import KvShape, StepInputs
+from depthfx.report import CompileReport
+from depthfx.settings import Settings
+
+PASSES: tuple[Pass, ...] = (
+    recognise_layers,
+    check_rows,
+    use_paged_attention,
+    fuse_linears,
+    fuse_rotary,
+    fuse_norms,
+    use_gated_linear,
+    use_linear,
+    drop_batch_dim,
+)
+# Passes that only make the graph faster; `Settings.fuse=False` leaves them out.
+FUSIONS = frozenset({fuse_linears, fuse_rotary, fuse_norms, use_gated_linear, use_linear})
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled step: :class:`StepInputs` in, logits ``[R, vocabulary]`` out; writes KV of its rows into the pool."""
+
+    module: fx.GraphModule
+    kv_shape: KvShape
+    kv_dtype: torch.dtype
+    num_layers: int
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        logits: torch.Tensor = self.module(**{name: getattr(inputs, name) for name in StepInputs.names()})
+        return logits
+
+
+def run_passes(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Run :data:`PASSES` in order, each followed by the verifier."""
+    for run in PASSES:
+        if run in FUSIONS and not ctx.settings.fuse:
+            ctx.report.add("skipped", f"{run.__name__}: setting fuse=False")
+            continue
+        with ctx.report.timed(f"pass {run.__name__}"):
+            run(gm, ctx)
+        check_graph(gm, ctx, after=run.__name__)
+    gm.recompile()
+
+
+def build_program(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> Program:
+    """Capture, rewrite, split and compile the forward of ``model``.
+
+    Raises :class:`~depthfx.errors.UnsupportedModelError` with the reason for a model that does not fit.
+    """
+    with report.timed("capture"):
+        gm, ctx = capture(model, settings, target, report)
+    run_passes(gm, ctx)
+    compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode) if settings.inductor else run_eagerly
+    with report.timed("compile pieces"):
+        split_pieces(gm, ctx, compiler)
+    kv_dtype = next(n.meta["example_value"].dtype for n in gm.graph.nodes if n.name == "kv_pool")
+    bind_weights(gm, ctx, model)
+    assert ctx.kv_shape is not None
+    return Program(gm, ctx.kv_shape, kv_dtype, len(ctx.layers))

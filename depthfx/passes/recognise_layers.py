@@ -1,0 +1,86 @@
+"""Find the decoder layers by data flow: consecutive nodes of one numbered module around one attention node."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from depthfx.errors import UnsupportedModelError
+from depthfx.passes import attention_marker
+from depthfx.passes.context import LayerSpan, PassContext, layer_key, value_of
+
+
+def recognise_layers(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Fill ``ctx.layers``; raises :class:`UnsupportedModelError` naming the layer that does not fit.
+
+    A layer must be one run of nodes, hold exactly one attention node, take one tensor from the layer before it and
+    hand one tensor on. Layers are found by list index, never by family or by the path's prefix.
+    """
+    attentions = [n for n in gm.graph.nodes if n.target is attention_marker.OP or _is_marker(n)]
+    if not attentions:
+        raise UnsupportedModelError("the captured graph holds no attention call; the model does not use transformers' AttentionInterface")
+    groups: dict[tuple[str, int], list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        key = layer_key(node)
+        if key is not None and node.op != "placeholder":
+            groups.setdefault(key, []).append(node)
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    spans = []
+    for attention in attentions:
+        key = layer_key(attention)
+        if key is None:
+            raise UnsupportedModelError(f"attention node {attention.name} is not inside a numbered list of layers")
+        spans.append(_span(key, groups[key], attention, order))
+    indices = [s.index for s in spans]
+    if indices != list(range(len(spans))) or len({s.path.rpartition(".")[0] for s in spans}) != 1:
+        raise UnsupportedModelError(f"decoder layers are numbered {indices}; expected one list 0..{len(spans) - 1} with one attention call each")
+    for before, after in zip(spans, spans[1:], strict=False):
+        if after.hidden_in is not before.hidden_out:
+            raise UnsupportedModelError(f"layer {after.index} reads {after.hidden_in.name}, not the output of layer {before.index}")
+    ctx.layers = spans
+    ctx.report.add("recognised", f"{len(spans)} x {spans[0].class_name} at {spans[0].path.rpartition('.')[0]}")
+
+
+def _is_marker(node: fx.Node) -> bool:
+    return node.op == "call_function" and str(node.target) in ("depthfx.attention", "depthfx.attention.default")
+
+
+def _span(key: tuple[str, int], nodes: list[fx.Node], attention: fx.Node, order: dict[fx.Node, int]) -> LayerSpan:
+    path, index = f"{key[0]}.{key[1]}", key[1]
+    stack = list(attention.meta["nn_module_stack"].values())
+    class_name = next(getattr(c, "__name__", str(c)) for p, c in stack if p == path)
+    first, last = order[nodes[0]], order[nodes[-1]]
+    inside = set(nodes)
+    if last - first + 1 != len(nodes):
+        stranger = next(n for n in order if first <= order[n] <= last and n not in inside)
+        raise UnsupportedModelError(f"the nodes of layer {path} ({class_name}) are not consecutive: {stranger.name} stands between them")
+    if sum(_is_marker(n) for n in nodes) != 1:
+        raise UnsupportedModelError(f"layer {path} ({class_name}) calls attention {sum(_is_marker(n) for n in nodes)} times; expected once")
+    outputs = [n for n in nodes if any(u not in inside for u in n.users)]
+    if len(outputs) != 1:
+        raise UnsupportedModelError(f"layer {path} ({class_name}) hands on {len(outputs)} tensors ({', '.join(o.name for o in outputs)}); expected one")
+    shape = value_of(outputs[0]).shape
+    inputs = {i for n in nodes for i in n.all_input_nodes if i not in inside and i.op != "placeholder"}
+    hidden = [i for i in inputs if getattr(value_of(i), "shape", None) == shape]
+    if len(hidden) != 1:
+        raise UnsupportedModelError(f"layer {path} ({class_name}) reads {len(hidden)} tensors of the shape of its output; expected one")
+    _, k, v = attention.args[:3]
+    if value_of(k).shape[-1] != value_of(v).shape[-1]:
+        raise UnsupportedModelError(
+            f"layer {path} ({class_name}) has key width {value_of(k).shape[-1]} and value width {value_of(v).shape[-1]} "
+            "(latent attention, MLA); depthfx supports equal widths only"
+        )
+    project = _backward_slice([k, v], inside)
+    if attention in project:
+        raise UnsupportedModelError(f"layer {path} ({class_name}) computes K or V from its own attention output")
+    return LayerSpan(index, path, class_name, tuple(nodes), attention, hidden[0], outputs[0], len(project))
+
+
+def _backward_slice(roots: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = [r for r in roots if r in inside]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(i for i in node.all_input_nodes if i in inside)
+    return found

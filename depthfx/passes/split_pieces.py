@@ -1,0 +1,111 @@
+"""Cut the program into depthfx ops, called directly, and pieces of everything else, compiled once per distinct text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from depthfx.passes.context import PassContext
+from depthfx.passes.match import is_op
+from depthfx.passes.print_graph import print_graph
+
+# Ops that move no data worth compiling; they join whatever stands around them.
+_FREE = ("squeeze", "unsqueeze", "transpose", "view", "reshape", "contiguous", "getitem", "sym_size", "sym_size.int")
+
+PieceCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def split_pieces(gm: fx.GraphModule, ctx: PassContext, compile_piece: PieceCompiler) -> None:
+    """Outline each run of ordinary ops into a submodule and compile it; equal pieces share one compiled callable.
+
+    The KV pool never enters a piece: all ops that touch it are called from the top level.
+    """
+    compiled: dict[str, Callable[..., Any]] = {}
+    runs = _runs(gm)
+    for number, run in enumerate(runs):
+        piece, inputs, outputs = _outline(gm, run)
+        text = print_graph(piece, keep_weight_names=False)
+        if text not in compiled:
+            compiled[text] = compile_piece(piece, [n.meta["example_value"] for n in inputs])
+            ctx.report.add("compiled", f"piece {len(compiled)}: {sum(n.op.startswith('call') for n in piece.graph.nodes)} ops")
+        _replace(gm, run, f"piece_{number}", compiled[text], inputs, outputs)
+    gm.recompile()
+    direct = sum(1 for n in gm.graph.nodes if _is_direct(n))
+    ctx.report.add("compiled", f"{len(runs)} pieces share {len(compiled)} compiled bodies; {direct} depthfx ops are called directly")
+
+
+def _is_direct(node: fx.Node) -> bool:
+    """Whether ``node`` calls one of depthfx's own ops."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "depthfx"
+
+
+def _runs(gm: fx.GraphModule) -> list[list[fx.Node]]:
+    """Maximal runs of compute nodes between depthfx ops; free nodes at the edges stay outside."""
+    runs: list[list[fx.Node]] = []
+    current: list[fx.Node] = []
+
+    def close() -> None:
+        while current and is_op(current[-1], *_FREE):
+            current.pop()
+        if current:
+            runs.append(list(current))
+        current.clear()
+
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output") or _is_direct(node):
+            close()
+        elif current or not is_op(node, *_FREE):
+            current.append(node)
+    close()
+    return runs
+
+
+def _outline(gm: fx.GraphModule, run: list[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    inside = set(run)
+    inputs = list(dict.fromkeys(i for n in run for i in n.all_input_nodes if i not in inside))
+    outputs = [n for n in run if any(u not in inside for u in n.users)]
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(inputs):
+        weight = str(node.target).startswith("w_") if node.op == "placeholder" else False
+        env[node] = graph.placeholder(f"{'w' if weight else 'x'}_{number}")
+        env[node].meta.update(node.meta)
+    for node in run:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in outputs))
+    return fx.GraphModule(torch.nn.Module(), graph), inputs, outputs
+
+
+def _replace(
+    gm: fx.GraphModule, run: list[fx.Node], name: str, compiled: Callable[..., Any], inputs: list[fx.Node], outputs: list[fx.Node]
+) -> None:
+    gm.add_submodule(name, Piece(compiled))
+    with gm.graph.inserting_before(run[0]):
+        node = gm.graph.call_module(name, tuple(inputs))
+    anchor = node
+    for number, output in enumerate(outputs):
+        with gm.graph.inserting_after(anchor):
+            anchor = gm.graph.call_function(_item, (node, number))
+        anchor.meta.update(output.meta)
+        users_inside = set(run)
+        output.replace_all_uses_with(anchor, delete_user_cb=lambda user, inside=users_inside: user not in inside)  # type: ignore[misc]
+    for old in reversed(run):
+        gm.graph.erase_node(old)
+
+
+def _item(values: tuple[Any, ...], index: int) -> Any:
+    return values[index]
+
+
+class Piece(torch.nn.Module):
+    """A compiled piece; equal pieces share ``compiled``."""
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.compiled(*inputs)

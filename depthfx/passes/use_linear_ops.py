@@ -1,0 +1,94 @@
+"""Use depthfx's linear ops: gated linear where an activation multiplies two halves, linear elsewhere."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from depthfx.lowering import ops
+from depthfx.passes.context import PassContext, batched, call, rows, shape_of
+from depthfx.passes.match import is_op, operands, other
+
+
+def use_gated_linear(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """``act(x Wg^T) * (x Wu^T)`` over one joined weight ``[2F, K]`` becomes ``gated_linear``."""
+    count = 0
+    for node in list(gm.graph.nodes):
+        found = _match_gated(node)
+        if found is None:
+            continue
+        linear, activation = found
+        with gm.graph.inserting_before(node):
+            out = call(gm.graph, ctx, node, ops.GATED_LINEAR, rows(gm, ctx, linear.args[0]), linear.args[1], activation)  # type: ignore[arg-type]
+            node.replace_all_uses_with(batched(gm, ctx, out))
+        gm.graph.eliminate_dead_code()
+        count += 1
+    ctx.report.add("rewritten", f"{count} gated MLPs: activation inside the linear")
+
+
+def use_linear(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Every other linear over a weight of the model becomes ``depthfx::linear``."""
+    count = 0
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target is not F.linear or node.kwargs:
+            continue
+        x, weight, *bias = node.args
+        shape = shape_of(x) or ()
+        if not isinstance(weight, fx.Node) or weight.name not in ctx.weights or len(shape) != 3 or shape[0] != 1:
+            continue
+        with gm.graph.inserting_before(node):
+            out = call(gm.graph, ctx, node, ops.LINEAR, rows(gm, ctx, x), weight, bias[0] if bias else None)  # type: ignore[arg-type]
+            node.replace_all_uses_with(batched(gm, ctx, out))
+        gm.graph.erase_node(node)
+        count += 1
+    ctx.report.add("rewritten", f"{count} linears: depthfx::linear")
+
+
+def drop_batch_dim(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Remove ``squeeze(unsqueeze(x, 0), 0)`` pairs that the passes left between their ops."""
+    for node in list(gm.graph.nodes):
+        if node.target is torch.squeeze and node.args[1] == 0 and is_op(node.args[0], "unsqueeze") and node.args[0].args[1] == 0:
+            node.replace_all_uses_with(node.args[0].args[0])
+    gm.graph.eliminate_dead_code()
+
+
+def _match_gated(node: fx.Node) -> tuple[fx.Node, str] | None:
+    if not is_op(node, "mul") or not all(isinstance(a, fx.Node) for a in operands(node)):
+        return None
+    act = next((a for a in operands(node) if _activation(a) is not None), None)
+    up = other(node, act)
+    if act is None or not is_op(up, "getitem"):
+        return None
+    gate = act.args[0]
+    if not is_op(gate, "getitem"):
+        return None
+    joined = _halves(gate, up)
+    if joined is None or joined.target is not F.linear or joined.kwargs or (len(joined.args) > 2 and joined.args[2] is not None):
+        return None
+    shape = shape_of(joined.args[0]) or ()
+    return (joined, _activation(act) or "") if len(shape) == 3 and shape[0] == 1 else None
+
+
+def _activation(node: Any) -> str | None:
+    if is_op(node, "silu"):
+        return "silu"
+    if is_op(node, "gelu"):
+        return "gelu_tanh" if node.kwargs.get("approximate", "none") == "tanh" else "gelu"
+    return None
+
+
+def _halves(gate: fx.Node, up: fx.Node) -> Any:
+    """The joined tensor whose first half is ``gate`` and second half ``up``; None if they are anything else."""
+    source = gate.args[0]
+    if up.args[0] is not source or not isinstance(source, fx.Node):
+        return None
+    if is_op(source, "chunk"):
+        dim = source.kwargs.get("dim", source.args[2] if len(source.args) > 2 else 0)
+        return source.args[0] if source.args[1] == 2 and dim == -1 and (gate.args[1], up.args[1]) == (0, 1) else None
+    width = int((shape_of(source) or (0,))[-1])
+    expected = ((Ellipsis, slice(0, width // 2)), (Ellipsis, slice(width // 2, width)))
+    return source if gate.target is operator.getitem and (gate.args[1], up.args[1]) == expected else None

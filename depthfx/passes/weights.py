@@ -1,0 +1,51 @@
+"""Bind the weight inputs of a program to the model's tensors; joined weights take the place of their parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from depthfx.passes.context import PassContext
+
+
+def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -> None:
+    """Turn weight inputs into attributes of ``gm``.
+
+    A joined weight is one new tensor, and the parameters it was made of become views of it: no weight is stored twice,
+    the model's ``state_dict`` stays as it was. One joined weight at a time is in memory beside its parts.
+    """
+    holder = torch.nn.Module()
+    gm.add_submodule("weights", holder)
+    for node in [n for n in gm.graph.nodes if n.op == "placeholder" and n.name in ctx.weights]:
+        tensors = [_lookup(model, name) for name in ctx.weights[node.name]]
+        value = tensors[0].detach() if len(tensors) == 1 else _join(tensors)
+        holder.register_buffer(node.name, value, persistent=False)
+        with gm.graph.inserting_before(node):
+            attribute = gm.graph.get_attr(f"weights.{node.name}")
+        attribute.meta.update(node.meta)
+        node.replace_all_uses_with(attribute)
+        gm.graph.erase_node(node)
+    _inputs_first(gm)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:
+    path, _, last = name.rpartition(".")
+    found: torch.Tensor = getattr(model.get_submodule(path), last)
+    return found
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        joined = torch.cat([p.detach() for p in parts])
+        for part, view in zip(parts, joined.split([p.shape[0] for p in parts]), strict=True):
+            part.data = view
+    return joined
+
+
+def _inputs_first(gm: fx.GraphModule) -> None:
+    """Weight attributes stand among the inputs; move every input before them."""
+    first = next(iter(gm.graph.nodes))
+    for node in [n for n in gm.graph.nodes if n.op == "placeholder"]:
+        first.prepend(node) if node is not first else None

@@ -1,0 +1,205 @@
+"""Hugging Face's generation contract on the engine: arguments to requests, tokens back to tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from depthfx.errors import InvalidRequestError
+from depthfx.records import SamplingParams
+from depthfx.runtime import lockstep
+from depthfx.runtime.hf_params import per_row_stop_check, sampling_params
+from depthfx.runtime.request import RequestOutput
+
+if TYPE_CHECKING:
+    from depthfx.runtime.model import DepthModel
+
+_generator: ContextVar[torch.Generator | None] = ContextVar("depthfx_generator", default=None)
+
+# Arguments of `generate` that the engine does not serve, checked before Hugging Face prepares anything.
+_UNSUPPORTED_ARGUMENTS = {
+    "past_key_values": "past_key_values given by hand",
+    "inputs_embeds": "inputs_embeds",
+    "custom_generate": "custom_generate",
+    "assistant_model": "assistant_model (assisted decoding)",
+    "encoder_outputs": "encoder_outputs",
+}
+
+
+@contextmanager
+def seeded_by(generator: torch.Generator | None) -> Iterator[None]:
+    """Draw the seeds of sampled requests from ``generator``; None: from torch's default generator."""
+    token = _generator.set(generator)
+    try:
+        yield
+    finally:
+        _generator.reset(token)
+
+
+def unsupported_argument(kwargs: dict[str, Any]) -> str | None:
+    """The first argument of ``generate`` that the engine cannot serve, by name; None if there is none."""
+    return next((text for name, text in _UNSUPPORTED_ARGUMENTS.items() if kwargs.get(name) is not None), None)
+
+
+def unsupported_call(model: Any, input_ids: torch.Tensor, *args: Any, generation_config: Any = None, **kwargs: Any) -> str | None:
+    """The first option of a prepared call that the engine cannot serve; None if there is none."""
+    config = generation_config if generation_config is not None else args[2]
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return "output_attentions or output_hidden_states"
+    if kwargs.get("inputs_embeds") is not None:
+        return "inputs_embeds"
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions is not None and mask is not None and positions.shape == mask.shape:
+        usual = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        if bool(((positions != usual) & mask.bool()).any()):
+            return "position_ids that do not count the tokens from 0"
+    return None
+
+
+def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
+    """Token ids of each row ``[B, n]`` without its left padding; raises for holes and right padding."""
+    rows = input_ids.tolist()
+    if attention_mask is None:
+        return rows
+    if attention_mask.dim() != 2 or attention_mask.shape != input_ids.shape:
+        raise InvalidRequestError(f"attention_mask has shape {tuple(attention_mask.shape)}; it must be the shape of input_ids, {tuple(input_ids.shape)}")
+    prompts = []
+    for number, (row, mask) in enumerate(zip(rows, attention_mask.tolist(), strict=True)):
+        first = next((i for i, m in enumerate(mask) if m), len(mask))
+        if not all(mask[first:]):
+            raise InvalidRequestError(f"attention_mask of row {number} is 0 after its first 1; pad on the left only (tokenizer.padding_side='left')")
+        prompts.append(row[first:])
+    return prompts
+
+
+def draw_seed() -> int:
+    """A seed for one request, from the caller's generator or torch's default one."""
+    generator = _generator.get()
+    device = generator.device if generator is not None else "cpu"
+    return int(torch.randint(0, 2**62, (1,), generator=generator, device=device).item())
+
+
+def decode(
+    model: DepthModel,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """The decoding loop behind ``generate``: same arguments and results as Hugging Face's ``_sample``.
+
+    Options that the device sampler knows run in the engine, free of each other's pace. Any other logits processor or
+    stopping criterion, and scores or logits as output, run in lockstep on the host with Hugging Face's own objects.
+    """
+    prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"))
+    padded = any(len(p) != input_ids.shape[1] for p in prompts)
+    config = generation_config
+    wants_scores = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    sampling = None if wants_scores else sampling_params(config, logits_processor, stopping_criteria, input_ids.shape[1], padded)
+    if sampling is None:
+        return lockstep.decode(model, input_ids, prompts, logits_processor, stopping_criteria, config, streamer, _generator.get())
+    stop_checks = [per_row_stop_check(stopping_criteria, prompt, input_ids.device) for prompt in prompts]
+    requests = []
+    for prompt, stop_check in zip(prompts, stop_checks, strict=True):
+        seed = draw_seed() if config.do_sample else 0
+        requests.append((prompt, replace(sampling, seed=seed), stop_check))
+    outputs = run_requests(model, requests, streamer)
+    sequences = _assemble(input_ids, outputs, config._pad_token_tensor)
+    if streamer is not None:
+        streamer.end()
+    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+
+
+def run_requests(model: DepthModel, requests: list[tuple[list[int], SamplingParams, Any]], streamer: Any = None) -> list[list[int]]:
+    """Generated ids of each request, in order; an error of one request is raised after the others were aborted."""
+    outputs: list[list[int]] = [[] for _ in requests]
+    with model.engine.collect(requests) as rows:
+        for number, output in rows:
+            outputs[number].extend(output.new_token_ids)
+            if streamer is not None:
+                for token in output.new_token_ids:
+                    streamer.put(torch.tensor([token]))
+            if output.error is not None:
+                raise output.error
+    return outputs
+
+
+def _assemble(input_ids: torch.Tensor, outputs: list[list[int]], pad: torch.Tensor | None) -> torch.Tensor:
+    longest = max(len(o) for o in outputs)
+    fill = int(pad) if pad is not None else 0
+    new = torch.tensor([o + [fill] * (longest - len(o)) for o in outputs], dtype=input_ids.dtype, device=input_ids.device)
+    return torch.cat([input_ids, new.view(len(outputs), longest)], dim=1)
+
+
+def generate_batch(
+    model: Any,
+    inputs: list[list[int]],
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """See :meth:`DepthModel.generate_batch`; options that tune Hugging Face's own engine have no effect here."""
+    config, unknown = model._prepare_generation_config(generation_config, **kwargs)
+    if unknown:
+        raise InvalidRequestError(f"generate_batch: unknown arguments {sorted(unknown)}; allowed are those of GenerationConfig")
+    if config.num_beams and config.num_beams > 1:
+        return model._without_engine("num_beams > 1 (beam search)", "generate_batch", inputs, generation_config, **kwargs)
+    model._prepare_special_tokens(config, True, device="cpu")
+    sampling = _batch_sampling(config)
+    prompts = [list(p) for p in inputs for _ in range(config.num_return_sequences or 1)]
+    results = [GenerationOutput(request_id=f"req_{n}", prompt_ids=p, timestamps=[] if record_timestamps else None) for n, p in enumerate(prompts)]
+    with model.engine.collect([]) as rows:
+        for number, prompt in enumerate(prompts):
+            room = config.max_new_tokens or max(1, (config.max_length or 20) - len(prompt))
+            one = replace(sampling, max_new_tokens=room, seed=draw_seed() if config.do_sample else 0)
+            try:
+                rows.add(number, prompt, one)
+            except InvalidRequestError as error:
+                results[number].status, results[number].error = RequestStatus.FAILED, str(error)
+        for number, output in rows:
+            _book(results[number], output)
+    return {result.request_id: result for result in results}
+
+
+def _batch_sampling(config: Any) -> SamplingParams:
+    eos = config._eos_token_tensor.flatten().tolist() if config._eos_token_tensor is not None else []
+    common = SamplingParams(
+        repetition_penalty=config.repetition_penalty or 1.0, min_new_tokens=config.min_new_tokens or 0, eos_token_ids=tuple(eos)
+    )
+    if not config.do_sample:
+        return common
+    return replace(
+        common,
+        temperature=config.temperature if config.temperature is not None else 1.0,
+        top_k=config.top_k or 0,
+        top_p=config.top_p if config.top_p is not None else 1.0,
+        min_p=config.min_p or 0.0,
+    )
+
+
+def _book(result: GenerationOutput, output: RequestOutput) -> None:
+    now = time.perf_counter()
+    if result.lifespan[0] < 0:
+        result.lifespan, result.status = (now, -1), RequestStatus.DECODING
+    result.generated_tokens.extend(output.new_token_ids)
+    if result.timestamps is not None:
+        result.timestamps.extend([now] * len(output.new_token_ids))
+    if output.finished:
+        result.status = RequestStatus.FAILED if output.error is not None else RequestStatus.FINISHED
+        result.error = str(output.error) if output.error is not None else None
+        result.lifespan = (result.lifespan[0], now)

@@ -1,0 +1,75 @@
+"""Captured CUDA graphs of pure decode steps, one for each bucket of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from depthfx.records import StepPlan
+
+if TYPE_CHECKING:
+    from depthfx.runtime.runner import Runner
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """First largest logit of each row ``[R, V]`` as ``[R]`` int64; -1 where the row holds NaN (which counts as largest)."""
+    best = logits.argmax(-1)
+    return torch.where(logits.gather(1, best[:, None])[:, 0].isnan(), -1, best)
+
+
+@dataclass(frozen=True)
+class DecodeGraph:
+    """A captured step of ``bucket`` decode rows; its inputs are the runner's staging buffer and last tokens."""
+
+    bucket: int
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # [bucket, V], overwritten by each replay
+    tokens: torch.Tensor  # [bucket] int64, greedy choice, -1 where the logits hold NaN
+
+    def replay(self) -> None:
+        """Queue the step on the current stream."""
+        self.graph.replay()
+
+
+def decode_buckets(max_batch_size: int) -> tuple[int, ...]:
+    """Batch sizes to capture: close together where padding would cost most, up to ``max_batch_size``."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32)]
+    return (*(s for s in sizes if s < max_batch_size), max_batch_size)
+
+
+class DecodeGraphs:
+    """The graphs of one runner; they share one memory pool, captured from the largest bucket down."""
+
+    def __init__(self, runner: Runner, buckets: tuple[int, ...]) -> None:
+        self._graphs: dict[int, DecodeGraph] = {}
+        self.buckets = tuple(sorted(buckets))
+        self._runner = runner
+
+    def find(self, plan: StepPlan) -> DecodeGraph | None:
+        """The smallest graph that holds ``plan``; None if the plan prefills or is larger than every bucket."""
+        if plan.prefills:
+            return None
+        needed = max(len(plan.decodes), len(plan.table_writes))
+        return next((self._graphs[b] for b in self.buckets if b >= needed and b in self._graphs), None)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Warm up and capture every bucket; call once, when kernels may still be compiled and nothing runs."""
+        runner = self._runner
+        stream = torch.cuda.Stream(runner.device)
+        pool = torch.cuda.graph_pool_handle()
+        for bucket in reversed(self.buckets):
+            uploaded = runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                runner.forward(uploaded)  # compiles what this bucket needs, outside the capture
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                logits = runner.forward(uploaded)
+                tokens = greedy(logits)
+                runner.last_tokens[:bucket].copy_(tokens)
+            self._graphs[bucket] = DecodeGraph(bucket, graph, logits, tokens)
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,124 @@
+"""DepthModel: the Hugging Face model itself, with generation served by the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from depthfx.errors import UnsupportedOptionError
+from depthfx.report import CompileReport
+from depthfx.runtime import generation
+from depthfx.runtime.engine import Engine
+from depthfx.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What :func:`depthfx.compile` attached to a model."""
+
+    engine: Engine
+    report: CompileReport
+    settings: Settings
+
+
+class DepthModel:
+    """Mixed into the class of a compiled model; see :func:`as_depth_model`.
+
+    The object keeps its identity, name, config and weights, so everything that takes a Hugging Face model takes it.
+    ``forward`` is still Hugging Face's own.
+    """
+
+    _depthfx: Compiled
+
+    @property
+    def engine(self) -> Engine:
+        """The continuous-batching engine: ``add``, ``step``, ``stream``, ``abort``, ``stats``."""
+        return self._depthfx.engine
+
+    def explain(self) -> str:
+        """What was recognised, rewritten and compiled, and why anything was not."""
+        return self._depthfx.report.text()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's ``generate``, with the decoding loop run by the engine.
+
+        Raises :class:`~depthfx.errors.UnsupportedOptionError` naming the option for what the engine does not do, or
+        runs Hugging Face's own loop there if the model was compiled with ``on_unsupported="eager"``. ``generator`` (a
+        ``torch.Generator``) may be given to seed sampling.
+        """
+        generator = kwargs.pop("generator", None)
+        reason = generation.unsupported_argument(kwargs)
+        if reason is not None:
+            return self._without_engine(reason, "generate", *args, **kwargs)
+        with generation.seeded_by(generator):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        reason = generation.unsupported_call(self, *args, **kwargs)
+        if reason is not None:
+            return self._without_engine(reason, "_sample", *args, **kwargs)
+        return generation.decode(self, *args, **kwargs)
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_engine("num_beams > 1 (beam search)", "_beam_search", *args, **kwargs)
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_engine("assistant_model or prompt_lookup_num_tokens (assisted decoding)", "_assisted_decoding", *args, **kwargs)
+
+    def _without_engine(self, option: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._depthfx.settings.on_unsupported == "raise":
+            raise UnsupportedOptionError(
+                f"generate: {option} is not supported by the depthfx engine; leave it out, or compile with on_unsupported='eager' "
+                "to run Hugging Face's own loop for such calls"
+            )
+        self._depthfx.report.add("run by Hugging Face", option)
+        hugging_face = next(c for c in type(self).__mro__ if c is not type(self) and not issubclass(c, DepthModel) and hasattr(c, method))
+        if method == "generate":
+            with _own_class(self, hugging_face):
+                return hugging_face.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return getattr(hugging_face, method)(self, *args, **kwargs)
+
+    def generate_batch(self, inputs: list[list[int]], generation_config: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Hugging Face's ``generate_batch``: many prompts of token ids at once, by continuous batching.
+
+        Returns request id (``req_0``, ...) to ``GenerationOutput``; a request that fails carries its error there.
+        """
+        return generation.generate_batch(self, inputs, generation_config, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        probe = next(self.parameters())  # type: ignore[attr-defined]
+        with torch.no_grad():
+            moved = fn(probe[:0])
+        if moved.device == probe.device and moved.dtype == probe.dtype:
+            return self
+        raise UnsupportedOptionError(
+            f"a compiled model stays on {probe.device} in {probe.dtype}; it cannot go to {moved.device} in {moved.dtype}: "
+            "move or cast the model before depthfx.compile"
+        )
+
+
+class _own_class:  # noqa: N801 - a context manager
+    """Run with the model's original class, so that Hugging Face's ``generate`` finds its own decoding methods."""
+
+    def __init__(self, model: Any, cls: type) -> None:
+        self.model, self.cls, self.depth_class = model, cls, type(model)
+
+    def __enter__(self) -> None:
+        self.model.__class__ = self.cls
+
+    def __exit__(self, *error: object) -> None:
+        self.model.__class__ = self.depth_class
+
+
+def as_depth_model(model: PreTrainedModel, compiled: Compiled) -> Any:
+    """Turn ``model`` into a :class:`DepthModel` in place: a subclass of its own class, of the same name and module."""
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (DepthModel, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    model._depthfx = compiled  # type: ignore[attr-defined]
+    return model

@@ -1,0 +1,145 @@
+"""Runner: a step plan becomes step inputs, one forward (a graph replay for pure decode steps) and sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from depthfx.records import Chunk, KvShape, StepInputs, StepPlan, StepResult
+from depthfx.runtime.graphs import DecodeGraphs, greedy
+from depthfx.runtime.sampler import SamplingTensors, new_seen, reset_seen, sample
+from depthfx.runtime.staging import Staging, Uploaded
+
+Program = Callable[[StepInputs], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RunnerShape:
+    """Sizes that are fixed when the engine starts."""
+
+    kv: KvShape
+    kv_dtype: torch.dtype
+    num_blocks: int
+    num_table_rows: int  # requests that hold KV at the same time
+    blocks_per_row: int
+    max_batch_tokens: int
+    vocab_size: int
+
+
+def is_plain_greedy(chunk: Chunk) -> bool:
+    """Whether the token is the argmax of the raw logits, or nobody asks the engine for it."""
+    s = chunk.sampling
+    return s.external or (s.temperature == 0.0 and s.repetition_penalty == 1.0 and chunk.sample_index >= s.min_new_tokens)
+
+
+@dataclass
+class Launched:
+    """A step whose work is queued; ``tokens`` is on its way to the host."""
+
+    plan: StepPlan
+    tokens: torch.Tensor  # [R] int64 on the host, -1 where the logits were not finite
+    done: torch.cuda.Event | None
+    logits: dict[str, torch.Tensor]
+
+
+class Runner:
+    """Runs steps of one program on one device; one stream, steps in the order of ``launch``."""
+
+    def __init__(self, program: Program, shape: RunnerShape, device: torch.device, buckets: tuple[int, ...]) -> None:
+        """``buckets`` are the decode batch sizes to capture as CUDA graphs; empty: every step runs eagerly."""
+        self.program, self.shape, self.device = program, shape, device
+        self.kv_pool = torch.zeros(shape.kv.pool_shape(shape.num_blocks), dtype=shape.kv_dtype, device=device)
+        # one element more than the tables need: padding writes go there
+        self._tables_flat = torch.zeros(shape.num_table_rows * shape.blocks_per_row + 1, dtype=torch.int32, device=device)
+        self.block_tables = self._tables_flat[:-1].view(shape.num_table_rows, shape.blocks_per_row)
+        self.staging = Staging(shape.max_batch_tokens, shape.num_table_rows, shape.blocks_per_row, device)
+        self._seen: torch.Tensor | None = None  # made when the first request with a repetition penalty samples
+        # tokens of the last step, read by the next one's decode rows; never reallocated (captured graphs hold it)
+        self.last_tokens = torch.zeros(max(shape.num_table_rows, 1), dtype=torch.int64, device=device)
+        self.graphs = DecodeGraphs(self, buckets)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Queue the work of ``plan`` and return at once; on a CPU the work is done when this returns."""
+        plan = self._write_surplus(plan)
+        sampled = plan.sampled
+        graph = self.graphs.find(plan)
+        uploaded = self.staging.upload(plan, pad_to=graph.bucket if graph else None)
+        if graph is not None:
+            graph.replay()
+            logits = graph.logits[: len(sampled)]
+        else:
+            logits = self.forward(uploaded)
+        if graph is not None and all(is_plain_greedy(c) for c in sampled):
+            tokens = graph.tokens[: len(sampled)]  # the graph has stored them in `last_tokens` itself
+        else:
+            tokens = self._sample(plan, logits)
+            self.last_tokens[: tokens.shape[0]].copy_(tokens)
+        wanted = {c.request_id: logits[i].float() for i, c in enumerate(sampled) if c.sampling.external}
+        return self._to_host(plan, tokens, wanted)
+
+    def wait(self, launched: Launched) -> StepResult:
+        """Wait until the tokens of ``launched`` are on the host."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        sampled = launched.plan.sampled
+        picked = launched.tokens[: len(sampled)].tolist()
+        tokens = tuple(-1 if c.sampling.external else t for c, t in zip(sampled, picked, strict=True))
+        return StepResult(launched.plan.step_id, tokens, tuple(t >= 0 for t in picked), launched.logits)
+
+    def forward(self, uploaded: Uploaded) -> torch.Tensor:
+        """Logits ``[R, V]`` of one step; what a graph captures."""
+        return self.program(self.prepare(uploaded))
+
+    def prepare(self, uploaded: Uploaded) -> StepInputs:
+        """Apply the block-table writes and pick the token of each row; runs inside a captured graph as well."""
+        self._tables_flat.index_copy_(0, uploaded.write_places.long(), uploaded.write_blocks)
+        known = uploaded.source < 0
+        token_ids = torch.where(known, uploaded.token_ids.long(), self.last_tokens[uploaded.source.clamp(min=0).long()].clamp(min=0))
+        return StepInputs(
+            token_ids=token_ids,
+            positions=uploaded.positions,
+            table_rows=uploaded.table_rows,
+            block_tables=self.block_tables,
+            logit_rows=uploaded.logit_rows.long(),
+            kv_pool=self.kv_pool,
+            chunk_starts=uploaded.chunk_starts,
+            tile_chunks=uploaded.tile_chunks,
+            tile_starts=uploaded.tile_starts,
+            num_decode_rows=uploaded.num_decode_rows,
+        )
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens ``[R]`` int64 of the step, -1 where the logits hold NaN."""
+        sampled = plan.sampled
+        if all(is_plain_greedy(c) for c in sampled):
+            return greedy(logits)
+        params = SamplingTensors.build(sampled, self.shape.vocab_size, self.device, pin=self.device.type == "cuda")
+        if params.penalises and self._seen is None:
+            self._seen = new_seen(self.shape.num_table_rows, self.shape.vocab_size, self.device)
+        if self._seen is not None:
+            reset_seen(self._seen, plan.decodes + plan.prefills)
+        tokens, finite = sample(logits, params, self._seen)
+        return torch.where(finite, tokens, -1)
+
+    def _write_surplus(self, plan: StepPlan) -> StepPlan:
+        """Apply block-table writes beyond what one upload holds (a very long reused prefix) beforehand."""
+        limit = self.staging.max_writes
+        while len(plan.table_writes) > limit:
+            first = StepPlan(plan.step_id, (), (), plan.table_writes[:limit])
+            plan = replace(plan, table_writes=plan.table_writes[limit:])
+            uploaded = self.staging.upload(first)
+            self._tables_flat.index_copy_(0, uploaded.write_places.long(), uploaded.write_blocks)
+        return plan
+
+    def _to_host(self, plan: StepPlan, tokens: torch.Tensor, logits: dict[str, torch.Tensor]) -> Launched:
+        if self.device.type != "cuda":
+            return Launched(plan, tokens, None, logits)
+        host = self.staging.token_buffer()
+        host[: tokens.shape[0]].copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(plan, host, done, logits)
+

@@ -1,0 +1,119 @@
+"""How large things get: limits from settings and model, KV blocks from the memory budget."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from depthfx.errors import MemoryBudgetError
+from depthfx.records import Chunk, KvShape, SamplingParams, StepPlan
+from depthfx.report import CompileReport
+from depthfx.runtime.runner import Program, Runner, RunnerShape
+from depthfx.settings import Settings
+
+GIB = 1 << 30
+# Kept free on CUDA beside weights, KV and the measured activations: graphs, cuBLAS workspaces, fragmentation.
+_CUDA_RESERVE_BYTES = 768 << 20
+_CPU_DEFAULT_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of the engine; the block table has one row for each request of a batch and one to spare."""
+
+    max_batch_size: int
+    max_batch_tokens: int
+    max_chunk_tokens: int
+    max_model_len: int
+    block_tokens: int
+
+    @property
+    def num_table_rows(self) -> int:
+        return self.max_batch_size + 1
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-self.max_model_len // self.block_tokens)
+
+    def __str__(self) -> str:
+        return (
+            f"batches of {self.max_batch_size} requests and {self.max_batch_tokens} rows, prefill chunks of {self.max_chunk_tokens} rows beside "
+            f"decodes, contexts of {self.max_model_len} tokens"
+        )
+
+
+def derive_limits(config: Any, settings: Settings, device: torch.device) -> Limits:
+    """Fill in what ``settings`` leaves open, for ``device`` and the model's context length."""
+    cuda = device.type == "cuda"
+    batch = settings.max_batch_size or (256 if cuda else 32)
+    tokens = max(settings.max_batch_tokens or (8192 if cuda else 512), batch)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 4096
+    return Limits(
+        max_batch_size=batch,
+        max_batch_tokens=tokens,
+        max_chunk_tokens=min(settings.max_chunk_tokens or (2048 if cuda else 256), tokens),
+        max_model_len=min(settings.max_model_len or context, context),
+        block_tokens=settings.block_tokens,
+    )
+
+
+def size_kv_blocks(model: torch.nn.Module, program: Any, limits: Limits, settings: Settings, report: CompileReport) -> int:
+    """Number of KV blocks that fit: ``kv_blocks`` if set, else the budget less weights and activations.
+
+    Raises :class:`MemoryBudgetError` if not even one request of one block fits.
+    """
+    kv: KvShape = program.kv_shape
+    useful = limits.max_batch_size * limits.blocks_per_row  # more could never be named by the block table
+    if settings.kv_blocks is not None:
+        report.add("memory", f"KV pool: {settings.kv_blocks} blocks of {kv.block_tokens} tokens, as set")
+        return settings.kv_blocks
+    device = next(model.parameters()).device
+    weights = _weight_bytes(model)
+    activations = 0
+    if device.type == "cuda":
+        activations = _measure_activations(model, program, limits, device)
+        free, total = torch.cuda.mem_get_info(device)
+        taken = total - free - torch.cuda.memory_reserved(device)  # by others and by the CUDA context
+        budget = settings.memory_budget_gib * GIB if settings.memory_budget_gib else total * settings.gpu_memory_utilization - taken
+        room = budget - torch.cuda.memory_allocated(device) - activations - _CUDA_RESERVE_BYTES
+    elif settings.memory_budget_gib:
+        room = settings.memory_budget_gib * GIB - weights
+    else:
+        room = min(_CPU_DEFAULT_KV_BYTES, _available_host_bytes() // 2)
+    blocks = min(int(room // kv.block_bytes), useful)
+    if blocks < 1:
+        raise MemoryBudgetError(
+            f"the memory budget leaves {room / GIB:.2f} GiB for KV beside {weights / GIB:.2f} GiB of weights and {activations / GIB:.2f} GiB of "
+            f"activations; one block needs {kv.block_bytes / GIB:.4f} GiB: raise memory_budget_gib or lower max_batch_tokens"
+        )
+    report.add("memory", f"weights {weights / GIB:.2f} GiB, activations {activations / GIB:.2f} GiB")
+    report.add("memory", f"KV pool: {blocks} blocks of {kv.block_tokens} tokens, {blocks * kv.block_bytes / GIB:.2f} GiB")
+    return blocks
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers()]}
+    return sum(storages.values())
+
+
+def _measure_activations(model: Any, program: Program, limits: Limits, device: torch.device) -> int:
+    """Peak bytes of the largest prefill step, measured by running it once over one block of KV (also compiles its kernels)."""
+    kv = program.kv_shape  # type: ignore[attr-defined]
+    vocab = model.get_output_embeddings().weight.shape[0]
+    shape = RunnerShape(kv, program.kv_dtype, 1, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens, vocab)  # type: ignore[attr-defined]
+    runner = Runner(program, shape, device, ())
+    sampling = SamplingParams()
+    lengths = [min(limits.max_model_len, limits.max_batch_tokens)] * (limits.max_batch_tokens // min(limits.max_model_len, limits.max_batch_tokens))
+    chunks = tuple(Chunk(f"warm-up {i}", 0, 0, (0,) * n, -1, True, 0, sampling) for i, n in enumerate(lengths))
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.wait(runner.launch(StepPlan(-1, (), chunks, ())))
+    peak = torch.cuda.max_memory_allocated(device)
+    return peak - before
+
+
+def _available_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

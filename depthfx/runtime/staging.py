@@ -1,0 +1,124 @@
+"""Packing of a step's integers into one buffer and one host-to-device copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from depthfx.records import PREFILL_TILE_ROWS, Chunk, StepPlan
+
+# Fields start at multiples of this many int32 (64 bytes), so that a field's alignment never depends on the step.
+_ALIGN = 16
+_RING = 3  # host buffers in rotation: the step in flight, the one being planned, one spare
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Device views of one step's integers, int32; see :class:`depthfx.records.StepInputs` for the meanings."""
+
+    token_ids: torch.Tensor  # [T], 0 where the token is still on the device
+    source: torch.Tensor  # [T], sampled row of the step before, or -1
+    positions: torch.Tensor  # [T]
+    table_rows: torch.Tensor  # [T]
+    logit_rows: torch.Tensor  # [R]
+    write_places: torch.Tensor  # [W], flat places in the block tables
+    write_blocks: torch.Tensor  # [W]
+    chunk_starts: torch.Tensor  # [C + 1]
+    tile_chunks: torch.Tensor  # [Q]
+    tile_starts: torch.Tensor  # [Q]
+    num_decode_rows: int
+
+
+class Staging:
+    """Host buffers (pinned on CUDA) and the one device buffer that steps are uploaded into.
+
+    The device buffer is overwritten by each step; this is safe because all steps run on one stream. With ``pad_to`` the
+    views of equal bucket sizes are the same memory, so that a captured graph may hold them.
+    """
+
+    def __init__(self, max_tokens: int, max_rows: int, blocks_per_row: int, device: torch.device) -> None:
+        self.device = device
+        self.max_writes = max(4096, max_tokens)
+        self._columns, self._max_rows = blocks_per_row, max_rows
+        tiles = max_tokens // PREFILL_TILE_ROWS + 2 * max_rows + 2
+        capacity = 5 * max_tokens + 2 * self.max_writes + max_rows + 2 * tiles + 16 * _ALIGN
+        pin = device.type == "cuda"
+        self._host = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pin) for _ in range(_RING)]
+        self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, pin_memory=pin) for _ in range(_RING)]
+        self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if pin else None
+        self._turn = 0
+
+    def upload(self, plan: StepPlan, pad_to: int | None = None) -> Uploaded:
+        """Pack ``plan`` and copy it to the device; ``pad_to`` pads a pure decode step to a bucket with idle rows."""
+        assert len(plan.table_writes) <= self.max_writes, "the runner applies larger sets of writes beforehand"
+        fields = _pack(plan, pad_to, self._columns, self._columns * self._max_rows)
+        self._turn = (self._turn + 1) % _RING
+        host = self._host[self._turn]
+        flat = host.numpy()
+        places, at = [], 0
+        for values in fields:
+            flat[at : at + len(values)] = values
+            places.append((at, len(values)))
+            at += -(-max(len(values), 1) // _ALIGN) * _ALIGN
+        if self._device is None:
+            # views are read only until the next upload of the same buffer
+            views = [host[a : a + n] for a, n in places]
+        else:
+            self._device[:at].copy_(host[:at], non_blocking=True)
+            views = [self._device[a : a + n] for a, n in places]
+        return Uploaded(*views, num_decode_rows=len(plan.decodes) if pad_to is None else pad_to)
+
+    def token_buffer(self) -> torch.Tensor:
+        """Host buffer for the tokens of the step that was uploaded last."""
+        return self._tokens[self._turn]
+
+
+def _pack(plan: StepPlan, pad_to: int | None, columns: int, trash: int) -> tuple[np.ndarray, ...]:
+    """The fields of :class:`Uploaded` in order; padding writes of the block tables go to place ``trash``, past the end."""
+    chunks = plan.decodes + plan.prefills
+    lengths = [c.num_tokens for c in chunks]
+    token_ids = [t for c in chunks for t in (c.token_ids or (0,))]
+    source = np.full(len(token_ids), -1, dtype=np.int32)
+    source[: len(plan.decodes)] = [c.source for c in plan.decodes]
+    starts = np.array([c.start for c in chunks], dtype=np.int32)
+    first_rows = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions = np.repeat(starts - first_rows[:-1], lengths) + np.arange(len(token_ids), dtype=np.int32)
+    table_rows = np.repeat(np.array([c.table_row for c in chunks], dtype=np.int32), lengths)
+    logit_rows = [int(last) - 1 for c, last in zip(chunks, first_rows[1:], strict=True) if c.samples]
+    writes = np.array(plan.table_writes, dtype=np.int64).reshape(-1, 3)
+    write_places, write_blocks = writes[:, 0] * columns + writes[:, 1], writes[:, 2]
+    tile_chunks, tile_starts = prefill_tiles(plan.prefills)
+    chunk_starts = first_rows[len(plan.decodes) :] if plan.prefills else first_rows[:0]
+    if pad_to is not None:
+        idle = pad_to - len(token_ids)
+        token_ids, logit_rows = token_ids + [0] * idle, list(range(pad_to))
+        source, positions = np.pad(source, (0, idle), constant_values=-1), np.pad(positions, (0, idle), constant_values=-1)
+        table_rows = np.pad(table_rows, (0, idle))
+        write_places = np.pad(write_places, (0, pad_to - len(write_places)), constant_values=trash)
+        write_blocks = np.pad(write_blocks, (0, pad_to - len(write_blocks)))
+    return (
+        np.asarray(token_ids, dtype=np.int32),
+        source,
+        positions,
+        table_rows,
+        np.asarray(logit_rows, dtype=np.int32),
+        write_places,
+        write_blocks,
+        chunk_starts,
+        tile_chunks,
+        tile_starts,
+    )
+
+
+def prefill_tiles(prefills: tuple[Chunk, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Query tiles of the prefill chunks: ``(chunk of each tile, first row within the chunk)``, most keys first.
+
+    Tiles that read more keys take longer; starting them first keeps the last wave short.
+    """
+    tiles = [
+        (chunk.start + row, number, row) for number, chunk in enumerate(prefills) for row in range(0, chunk.num_tokens, PREFILL_TILE_ROWS)
+    ]
+    tiles.sort(reverse=True)
+    return np.array([t[1] for t in tiles], dtype=np.int32), np.array([t[2] for t in tiles], dtype=np.int32)
