@@ -26,9 +26,7 @@ def pdl_release(PDL: tl.constexpr):
 @triton.jit
 def prefetch_l2(pointers):
     """Ask for the 128-byte line behind each pointer, into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -76,12 +76,8 @@ def _accumulate_dot(
             x = tl.load(x_ptr + t[None, :] * stride_x + at[:, None], mask=(t < num_rows)[None, :], other=0.0)
         else:
             inside = at < num_inputs
-            w = tl.load(
-                w_tile + at[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
-            )
-            x = tl.load(
-                x_ptr + t[None, :] * stride_x + at[:, None], mask=(t < num_rows)[None, :] & inside[:, None], other=0.0
-            )
+            w = tl.load(w_tile + at[None, :], mask=row_mask[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + t[None, :] * stride_x + at[:, None], mask=(t < num_rows)[None, :] & inside[:, None], other=0.0)
         acc = dot(w, x, acc, WIDEN)
     return acc
 

@@ -39,9 +39,7 @@ def _add_rms_norm_kernel(
     tl.store(out_ptr + row * num_features + offsets, (normed * weight).to(dtype), mask=mask)
 
 
-def reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain PyTorch."""
     total = x + residual
     return rms_norm.reference(total, weight, eps), total
@@ -53,9 +51,7 @@ def cpu(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: floa
     return rms_norm.cpu(total, weight, eps), total
 
 
-def launch(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     rows = inner_contiguous(x.reshape(-1, x.shape[-1]))
     residual_rows = inner_contiguous(residual.reshape(-1, x.shape[-1]))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -69,9 +65,7 @@ def launch(
     return out, total
 
 
-def fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fake(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 

@@ -49,7 +49,7 @@ def decode_config(num_rows: int, num_kv_heads: int, max_keys: int, head_dim: int
 def _join_splits(
     partial_ptr, stats_ptr, out_ptr, sinks_ptr, first_head, active,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Join the ``active`` partial results of one (row, KV head); columns are the flat (head of the group, feature)."""
     columns = tl.arange(0, BLOCK_G * BLOCK_D)
@@ -61,12 +61,10 @@ def _join_splits(
         top = tl.load(sinks_ptr + first_head + head, mask=in_group, other=0.0).to(tl.float32) * 1.4426950408889634
     total = tl.where(top == float("-inf"), 0.0, 1.0)
     acc = tl.zeros((BLOCK_G * BLOCK_D,), tl.float32)
-    for start in tl.static_range(0, SPLITS, BLOCK_S):
+    for start in tl.range(0, active, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)[:, None]
         mask = (split < active) & in_group[None, :]
-        part = tl.load(
-            partial_ptr + split * (GROUP * BLOCK_D) + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-        )
+        part = tl.load(partial_ptr + split * (GROUP * BLOCK_D) + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         at = stats_ptr + split * (2 * GROUP) + head[None, :]
         part_top = tl.load(at, mask=mask, other=float("-inf"), cache_modifier=".cg")
         part_total = tl.load(at + GROUP, mask=mask, other=0.0, cache_modifier=".cg")
@@ -114,9 +112,7 @@ def _decode_attention_kernel(
     if (position < 0) & (split == 0):
         tl.store(out_tile, tl.zeros((BLOCK_M, BLOCK_D), out_ptr.dtype.element_ty), mask=head_mask)
     if (position >= 0) & (split < active):
-        q = tl.load(
-            q_ptr + row * stride_qt + (first_head + group)[:, None] * stride_qh + d[None, :], mask=head_mask, other=0.0
-        )
+        q = tl.load(q_ptr + row * stride_qt + (first_head + group)[:, None] * stride_qh + d[None, :], mask=head_mask, other=0.0)
         table = block_tables_ptr + tl.load(table_rows_ptr + row).to(tl.int64) * stride_table
         k_base = pool_ptr + layer.to(tl.int64) * stride_layer + kv_head * (BLOCK_TOKENS * HEAD_DIM)
         start = begin + split * range_keys
@@ -131,9 +127,7 @@ def _decode_attention_kernel(
             at = block * stride_block + (keys % BLOCK_TOKENS) * HEAD_DIM
             tile_mask = valid[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(k_base + at[:, None] + d[None, :], mask=tile_mask, other=0.0)
-            v = tl.load(
-                k_base + at[:, None] + (KV_HEADS * BLOCK_TOKENS * HEAD_DIM + d)[None, :], mask=tile_mask, other=0.0
-            )
+            v = tl.load(k_base + at[:, None] + (KV_HEADS * BLOCK_TOKENS * HEAD_DIM + d)[None, :], mask=tile_mask, other=0.0)
             scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_KEYS), tl.float32), WIDEN)
             if HAS_SOFTCAP:
                 scores = softcap * 1.4426950408889634 * tanh(scores * (scale / softcap))
@@ -156,9 +150,7 @@ def _decode_attention_kernel(
             pair = row * KV_HEADS + kv_head
             partial = partial_ptr + pair * (SPLITS * GROUP * BLOCK_D)
             stats = stats_ptr + pair * (SPLITS * GROUP * 2)
-            tl.store(
-                partial + (split * GROUP + group)[:, None] * BLOCK_D + d[None, :], acc, mask=(group < GROUP)[:, None]
-            )
+            tl.store(partial + (split * GROUP + group)[:, None] * BLOCK_D + d[None, :], acc, mask=(group < GROUP)[:, None])
             tl.store(stats + split * (2 * GROUP) + group, top, mask=group < GROUP)
             tl.store(stats + split * (2 * GROUP) + GROUP + group, total, mask=group < GROUP)
             tl.debug_barrier()  # every thread's stores come before the one thread's release
@@ -168,7 +160,7 @@ def _decode_attention_kernel(
                 tl.store(counter_ptr + pair, 0)
                 _join_splits(
                     partial, stats, out_row, sinks_ptr, first_head, active,
-                    GROUP, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S, SPLITS, HAS_SINKS,
+                    GROUP, HEAD_DIM, BLOCK_D, BLOCK_G, BLOCK_S, HAS_SINKS,
                 )  # fmt: skip
 
 
@@ -194,7 +186,7 @@ def launch_decode(
         HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
         GROUP=group, BLOCK_M=max(16, block_g), BLOCK_G=block_g, BLOCK_D=block_d, BLOCK_KEYS=config.block_keys,
         SPLITS=config.num_splits,
-        BLOCK_S=min(triton.next_power_of_2(config.num_splits), max(1, 8192 // (block_g * block_d))),
+        BLOCK_S=min(triton.next_power_of_2(config.num_splits), max(1, 4096 // (block_g * block_d))),
         HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
         STAGES=config.num_stages, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl_options(),
     )  # fmt: skip

@@ -16,9 +16,7 @@ from depthfx.lowering.kernels._device import ACTIVATIONS, activate, pdl_release,
 
 
 @triton.jit
-def _gated_activation_kernel(
-    x_ptr, out_ptr, num_features, stride_x, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _gated_activation_kernel(x_ptr, out_ptr, num_features, stride_x, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program for BLOCK features of one row."""
     row = tl.program_id(1).to(tl.int64)
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

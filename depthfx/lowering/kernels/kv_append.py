@@ -114,8 +114,7 @@ def _case(rows: int, heads: int, head_dim: int, block_tokens: int, packed: bool)
 register_kernel(
     KernelSpec(
         name="kv_append",
-        schema="(Tensor k, Tensor v, Tensor(a!) kv_pool, int layer, Tensor positions, Tensor table_rows, "
-        "Tensor block_tables) -> ()",
+        schema="(Tensor k, Tensor v, Tensor(a!) kv_pool, int layer, Tensor positions, Tensor table_rows, Tensor block_tables) -> ()",
         reference=reference,
         launch=launch,
         fake=fake,

@@ -18,9 +18,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig | None = None
-) -> torch.Tensor:
+def launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig | None = None) -> torch.Tensor:
     if is_small(x, weight):
         return launch_small(inner_contiguous(x), weight, bias=bias, config=config)
     return torch.nn.functional.linear(x, weight, bias)
@@ -30,9 +28,7 @@ def fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> to
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-def _case(
-    rows: int, outputs: int, inputs: int, bias: bool = False, extra: int = 0, config: LinearConfig | None = None
-) -> Case:
+def _case(rows: int, outputs: int, inputs: int, bias: bool = False, extra: int = 0, config: LinearConfig | None = None) -> Case:
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
         x = randn(g, dtype, rows, inputs + extra)[:, :inputs]
         weight = (torch.randn(outputs, inputs, generator=g) * inputs**-0.5).to(dtype)

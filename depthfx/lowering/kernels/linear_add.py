@@ -18,9 +18,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> 
     return residual + torch.nn.functional.linear(x, weight)
 
 
-def launch(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: LinearConfig | None = None
-) -> torch.Tensor:
+def launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: LinearConfig | None = None) -> torch.Tensor:
     if is_small(x, weight):
         return launch_small(inner_contiguous(x), weight, residual=inner_contiguous(residual), config=config)
     return torch.addmm(residual, x, weight.t())

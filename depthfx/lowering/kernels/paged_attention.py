@@ -46,43 +46,61 @@ def reference(
     return out
 
 
-def _gather(kv_pool: torch.Tensor, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[Hkv, n * B, D]`` of the named blocks: one copy."""
-    num_heads, block_tokens, head_dim = kv_pool.shape[3:]
-    taken = kv_pool[:, layer].permute(1, 2, 0, 3, 4).index_select(2, blocks)
-    taken = taken.view(2, num_heads, -1, head_dim)
-    return taken[0], taken[1]
+def _gather(kv_pool: torch.Tensor, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+    """Keys and values ``[2, Hkv, n, K, D]`` of the named blocks [n, blocks of a request]: one copy, already in order."""
+    num_heads, _, head_dim = kv_pool.shape[3:]
+    taken = kv_pool[:, layer].permute(1, 2, 0, 3, 4).index_select(2, blocks.reshape(-1))
+    return taken.view(2, num_heads, blocks.shape[0], -1, head_dim)
 
 
-def _attend_chunk(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, position: int, scale: float, window: int,
-    softcap: float, sinks: torch.Tensor | None,
+def _attend(
+    q: torch.Tensor, taken: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:  # fmt: skip
-    """Rows q [n, Hq, D] at positions ``position ...`` against keys [Hkv, K, D] at positions ``first ...``."""
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, num_keys = keys.shape[0], keys.shape[1]
-    mask = None
-    if num_rows > 1 or window > 0:
-        distance = (position - first) + torch.arange(num_rows)[:, None] - torch.arange(num_keys)[None, :]
-        mask = (distance >= 0) & (distance < window) if window > 0 else distance >= 0
-    if num_rows == 1 or softcap > 0 or sinks is not None:
-        grouped = q.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-        grouped = grouped.reshape(num_kv_heads, -1, head_dim)
-        scores = torch.bmm(grouped, keys.transpose(1, 2)).float().mul_(scale)
-        if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.view(num_heads, num_rows, num_keys)
-        if mask is not None:
-            scores.masked_fill_(~mask, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, num_rows, 1)), dim=2)
-        weights = scores.softmax(dim=2)[:, :, :num_keys].to(values.dtype)
-        out = torch.bmm(weights.reshape(num_kv_heads, -1, num_keys), values)
-        return out.view(num_heads, num_rows, head_dim).transpose(0, 1)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads
-    )
-    return out[0].transpose(0, 1)
+    """Queries [n, r, Hq, D] of n requests against their keys and values [2, Hkv, n, K, D]; mask [n, 1, r or 1, K]."""
+    keys, values = taken[0].transpose(0, 1), taken[1].transpose(0, 1)  # [n, Hkv, K, D]
+    num_requests, num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, num_keys = keys.shape[1], keys.shape[2]
+    turned = q.transpose(1, 2)
+    if softcap <= 0 and sinks is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            turned, keys, values, attn_mask=mask, scale=scale, enable_gqa=num_heads != num_kv_heads
+        )
+        return out.transpose(1, 2)
+    grouped = turned.reshape(num_requests, num_kv_heads, -1, head_dim)
+    scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(num_requests, num_heads, num_rows, num_keys)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(1, -1, 1, 1).expand(num_requests, -1, num_rows, 1)
+        scores = torch.cat((scores, extra), dim=3)
+    weights = scores.softmax(dim=3)[..., :num_keys].to(values.dtype)
+    out = torch.matmul(weights.reshape(num_requests, num_kv_heads, -1, num_keys), values)
+    return out.view(num_requests, num_heads, num_rows, head_dim).transpose(1, 2)
+
+
+def _first_key(position: int, window: int) -> int:
+    return max(0, position - window + 1) if window > 0 else 0
+
+
+def _decode_groups(positions: list[int], window: int, block_tokens: int) -> list[list[int]]:
+    """Decode rows in groups of about equal length: small products share one call, and little is padding."""
+    lengths = {
+        row: position // block_tokens * block_tokens - _first_key(position, window) + block_tokens
+        for row, position in enumerate(positions)
+        if position >= 0
+    }
+    groups: list[list[int]] = []
+    longest = 0
+    for row in sorted(lengths, key=lengths.__getitem__, reverse=True):
+        if groups and (len(groups[-1]) + 1) * longest <= 4096 and 2 * lengths[row] >= longest:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            longest = lengths[row]
+    return groups
 
 
 def cpu(
@@ -90,31 +108,45 @@ def cpu(
     block_tables: torch.Tensor, chunk_starts: torch.Tensor, tile_chunks: torch.Tensor, tile_starts: torch.Tensor,
     num_decode_rows: int, scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The production path on a CPU: gather the blocks of one request, then matrix products over all its heads.
-
-    A loop over requests beats one padded batch: it copies no more keys than are read, and threads work inside the products.
-    """
+    """The production path on a CPU: gather only the blocks that are seen, then products over all heads at once."""
     block_tokens = kv_pool.shape[4]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    at = positions.tolist()
+    for rows in _decode_groups(at[:num_decode_rows], window, block_tokens):
+        firsts = [_first_key(at[row], window) // block_tokens for row in rows]
+        width = max(at[row] // block_tokens - first for row, first in zip(rows, firsts, strict=True)) + 1
+        index = torch.tensor(rows)
+        columns = torch.tensor(firsts)[:, None] + torch.arange(width)
+        columns = torch.minimum(columns, positions[index][:, None] // block_tokens)
+        taken = _gather(kv_pool, layer, block_tables[table_rows[index].long()[:, None], columns])
+        mask = None
+        if len(rows) == 1:  # cut to the keys that are seen: no mask
+            base = firsts[0] * block_tokens
+            taken = taken[:, :, :, _first_key(at[rows[0]], window) - base : at[rows[0]] + 1 - base]
+        else:
+            keys = torch.tensor(firsts)[:, None] * block_tokens + torch.arange(width * block_tokens)
+            mask = keys <= positions[index][:, None]
+            for n, row in enumerate(rows):  # slots behind the last key may hold anything, even NaN
+                taken[:, :, n, at[row] + 1 - firsts[n] * block_tokens :].zero_()
+            if window > 0:
+                mask &= keys > positions[index][:, None] - window
+                for n, row in enumerate(rows):
+                    taken[:, :, n, : _first_key(at[row], window) - firsts[n] * block_tokens].zero_()
+            mask = mask[:, None, None, :]
+        out[index] = _attend(q[index].unsqueeze(1), taken, mask, scale, softcap, sinks).squeeze(1)
     starts = chunk_starts.tolist()
-    spans = [(row, row + 1) for row in range(num_decode_rows)]
-    spans += [(a, b) for a, b in zip(starts, starts[1:], strict=False) if b > a]
-    at, tables = positions.tolist(), table_rows.tolist()
-    for begin, end in spans:
-        position = at[begin]
+    for begin, end in zip(starts, starts[1:], strict=False):
         while end > begin and at[end - 1] < 0:  # padding at the end of a chunk
             end -= 1
-        if position < 0 or end == begin:
+        if end == begin:
             continue
-        last = at[end - 1]
-        first_block = max(0, position - window + 1) // block_tokens if window > 0 else 0
-        blocks = block_tables[tables[begin], first_block : last // block_tokens + 1]
-        keys, values = _gather(kv_pool, layer, blocks)
-        first = first_block * block_tokens
-        num_keys = last + 1 - first
-        out[begin:end] = _attend_chunk(
-            q[begin:end], keys[:, :num_keys], values[:, :num_keys], first, position, scale, window, softcap, sinks
-        )
+        low = _first_key(at[begin], window)
+        base = low // block_tokens
+        blocks = block_tables[int(table_rows[begin]), base : at[end - 1] // block_tokens + 1]
+        taken = _gather(kv_pool, layer, blocks[None])[:, :, :, low - base * block_tokens : at[end - 1] + 1 - base * block_tokens]
+        distance = torch.arange(at[begin], at[end - 1] + 1)[:, None] - torch.arange(low, at[end - 1] + 1)[None, :]
+        mask = (distance >= 0) & (distance < window) if window > 0 else distance >= 0
+        out[begin:end] = _attend(q[None, begin:end], taken, mask[None, None], scale, softcap, sinks)[0]
     return out
 
 
@@ -131,9 +163,7 @@ def launch(
     q = inner_contiguous(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_decode_rows > 0:
-        launch_decode(
-            q, kv_pool, layer, positions, table_rows, block_tables, out, num_decode_rows, scale, window, softcap, sinks
-        )
+        launch_decode(q, kv_pool, layer, positions, table_rows, block_tables, out, num_decode_rows, scale, window, softcap, sinks)
     if q.shape[0] > num_decode_rows:
         launch_prefill(
             q, kv_pool, layer, positions, table_rows, block_tables, chunk_starts, tile_chunks, tile_starts, out,
@@ -211,6 +241,7 @@ register_kernel(
             _case("decode-9:3x64-padding", (9, 3), 64, [0, 15, -1, 70], [], table_blocks=12),
             _case("decode-8:1x80-splits-sinks", (8, 1), 80, [200, 63], [], table_blocks=16, sinks=True),
             _case("decode-4:4x128-window-softcap", (4, 4), 128, [150], [], window=40, softcap=5.0, block_tokens=32),
+            _case("decode-many", (4, 2), 64, [33, 20, 47, -1, 40, 16], [], window=30, sinks=True),
             _case("decode-window-in-large-block", (2, 2), 64, [150, 120], [], window=5, block_tokens=128, sinks=True),
             _case("prefill-3:1x64", (3, 1), 64, [], [(0, 17)], padding=3),
             _case("prefill-two-tiles-from-the-middle", (2, 1), 64, [], [(100, 140), (0, 1)]),

@@ -184,7 +184,7 @@ register_kernel(
             _case(3, 9, 3, 64, 64, norms=False),
             _case(17, 4, 1, 128, 128, norms=True, extra=16),
             _case(1, 8, 1, 80, 32, norms=False, block_tokens=8),
-            _case(65, 2, 2, 96, 96, norms=True),
+            _case(65, 1, 1, 96, 96, norms=True),
         ),
     )
 )

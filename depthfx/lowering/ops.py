@@ -1,0 +1,92 @@
+"""Typed Python names of the ``depthfx::`` ops; no other file spells an op name as text.
+
+The functions are for eager code; passes put the overloads (capital names) into graphs. Formulas and shapes stand in
+``lowering/kernels/<op>.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from depthfx.lowering.kernel_spec import KERNELS, enable_pdl
+from depthfx.lowering.kernels._scratch import reserve_scratch
+
+__all__ = [
+    "ADD_RMS_NORM", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR", "LINEAR_ADD", "PAGED_ATTENTION", "RMS_NORM",
+    "ROTARY_APPEND", "add_rms_norm", "enable_pdl", "gated_activation", "gated_linear", "kv_append", "linear", "linear_add",
+    "paged_attention", "reserve_scratch", "rms_norm", "rotary_append",
+]  # fmt: skip
+
+KERNELS.names()  # imports every kernel file, which defines its op
+
+RMS_NORM = torch.ops.depthfx.rms_norm.default
+ADD_RMS_NORM = torch.ops.depthfx.add_rms_norm.default
+LINEAR = torch.ops.depthfx.linear.default
+LINEAR_ADD = torch.ops.depthfx.linear_add.default
+GATED_LINEAR = torch.ops.depthfx.gated_linear.default
+GATED_ACTIVATION = torch.ops.depthfx.gated_activation.default
+KV_APPEND = torch.ops.depthfx.kv_append.default
+ROTARY_APPEND = torch.ops.depthfx.rotary_append.default
+PAGED_ATTENTION = torch.ops.depthfx.paged_attention.default
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of the last dimension, Llama form."""
+    return RMS_NORM(x, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + residual), x + residual)``."""
+    return ADD_RMS_NORM(x, residual, weight, eps)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x W^T + bias``; x [T, K], weight [N, K]."""
+    return LINEAR(x, weight, bias)
+
+
+def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """``residual + x W^T``; x [T, K], weight [N, K], residual [T, N]."""
+    return LINEAR_ADD(x, weight, residual)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """``act(x Wg^T) * (x Wu^T)``; weight [2F, K], gate rows first; activation "silu", "gelu_tanh" or "gelu"."""
+    return GATED_LINEAR(x, weight, activation)
+
+
+def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """``act(gate) * up`` of the joined projection [T, 2F]."""
+    return GATED_ACTIVATION(gate_up, activation)
+
+
+def kv_append(
+    k: torch.Tensor, v: torch.Tensor, kv_pool: torch.Tensor, layer: int,
+    positions: torch.Tensor, table_rows: torch.Tensor, block_tables: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write k, v [T, Hkv, D] into their slots of the pool."""
+    KV_APPEND(k, v, kv_pool, layer, positions, table_rows, block_tables)
+
+
+def rotary_append(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None,
+    norm_eps: float, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
+    block_tables: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+) -> torch.Tensor:  # fmt: skip
+    """Norm and rotate q and k of the joined projection, append K and V, return q [T, Hq, D]."""
+    return ROTARY_APPEND(
+        qkv, cos, sin, q_norm, k_norm, norm_eps, kv_pool, layer, positions, table_rows, block_tables,
+        num_heads, num_kv_heads, head_dim,
+    )  # fmt: skip
+
+
+def paged_attention(
+    q: torch.Tensor, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
+    block_tables: torch.Tensor, chunk_starts: torch.Tensor, tile_chunks: torch.Tensor, tile_starts: torch.Tensor,
+    num_decode_rows: int, scale: float, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention of all rows of a step against the paged pool; [T, Hq, D]."""
+    return PAGED_ATTENTION(
+        q, kv_pool, layer, positions, table_rows, block_tables, chunk_starts, tile_chunks, tile_starts,
+        num_decode_rows, scale, window, softcap, sinks,
+    )  # fmt: skip

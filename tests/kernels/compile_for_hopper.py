@@ -1,0 +1,78 @@
+"""Compile the launches of all kernels for sm_90 on a machine without a GPU and print facts about the code as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from depthfx.lowering.kernel_spec import KERNELS, enable_pdl
+from depthfx.lowering.kernels import prefill_attention
+
+
+class _Hopper:
+    """Stands in for the CUDA driver: it names the target, and nothing is ever launched."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _facts(op: str, kernel: Any, name: str, pdl: bool, uses_dot: bool) -> dict[str, Any]:
+    ptx = kernel.asm["ptx"]
+    return {
+        "op": op,
+        "kernel": name,
+        "pdl": pdl,
+        "uses_dot": uses_dot,
+        "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "cp_async": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "wide_loads": len(re.findall(r"ld\.global\S*\.v4", ptx)),
+        "gdc": len(re.findall(r"griddepcontrol", ptx)),
+        "shared_bytes": kernel.metadata.shared,
+    }
+
+
+# Cases beyond the first of an op: they take another kernel or another form of it.
+_LABELS = {
+    "paged_attention": ("decode-9:3x64-padding", "prefill-two-tiles-from-the-middle"),
+    "linear": ("1x72x576-bias1", "3x128x1024-bias0"),
+    "gated_linear": ("1x96x576-silu", "3x64x1024-gelu_tanh"),
+}
+
+
+def main() -> None:
+    facts: list[dict[str, Any]] = []
+    current: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        uses_dot = bool(kwargs.get("USE_DOT", False))
+        facts.append(_facts(current["op"], kernel, self.__name__, current["pdl"], uses_dot))
+        return kernel
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(_Hopper())
+    for name, spec in KERNELS.items():
+        labels = _LABELS.get(name, (spec.cases[0].label,))
+        for index, case in enumerate(c for c in spec.cases if c.label in labels):
+            current.update(op=name, pdl=index == 0)
+            enable_pdl(current["pdl"])
+            spec.launch(*case.inputs(torch.device("cpu"), torch.float16 if index else torch.bfloat16, 0))
+    print(json.dumps(facts))
+    assert prefill_attention.INTERPRETED is False
+
+
+if __name__ == "__main__":
+    main()

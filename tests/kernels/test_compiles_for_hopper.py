@@ -1,0 +1,47 @@
+"""Every kernel compiles for compute capability 9.0 without a GPU, does not spill, and prefill attention uses wgmma."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from depthfx.lowering.kernel_spec import KERNELS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    """Facts about the code of each launch; compiled in a process of its own, where the interpreter is off."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_every_op_compiles_its_kernel(compiled):
+    assert {c["op"] for c in compiled} == set(KERNELS.names())
+    assert {c["pdl"] for c in compiled} == {True, False}
+
+
+def test_dependent_launch_appears_only_when_asked_for(compiled):
+    assert all((c["gdc"] > 0) == c["pdl"] for c in compiled)
+
+
+def test_matrix_kernels_use_the_hopper_tensor_cores(compiled):
+    assert any(c["kernel"] == "_prefill_attention_kernel" for c in compiled)
+    for c in compiled:
+        if c["kernel"] == "_prefill_attention_kernel" or c["uses_dot"]:
+            assert c["wgmma"] > 0, c
+
+
+def test_weights_are_copied_asynchronously_or_in_16_byte_loads(compiled):
+    for c in compiled:
+        if c["kernel"] == "_small_linear_kernel":
+            assert (c["cp_async"] if c["uses_dot"] else c["wide_loads"]) > 0, c
