@@ -266,8 +266,7 @@ def test_no_preemption_while_a_step_is_outstanding():
     for _ in range(40):
         num_preemptions = scheduler.num_preemptions
         following = scheduler.plan()
-        if plans and following is None:
-            assert scheduler.num_preemptions == num_preemptions
+        assert not plans or scheduler.num_preemptions == num_preemptions
         if following is not None:
             plans.append(following)
         if plans:
@@ -321,10 +320,11 @@ def test_a_decode_behind_a_parked_request_is_not_stuck():
 
 
 def test_nan_logits_end_only_their_request_and_their_kv_is_not_reused():
-    scheduler = build()
-    prompt = list(range(1, 10))
+    scheduler = build(tokens=8)
+    prompt = list(range(1, 14))
     scheduler.add(request("bad", prompt))
     scheduler.add(request("good", [20, 21]))
+    assert turn(scheduler) == []  # a first chunk, whose blocks are findable by now
     plan = scheduler.plan()
     outputs = scheduler.commit(result(plan, nan=("bad",)))
     assert outputs[0].finish_reason == "error"
@@ -333,6 +333,16 @@ def test_nan_logits_end_only_their_request_and_their_kv_is_not_reused():
     scheduler.add(request("again", prompt))
     assert scheduler.plan().prefills[0].start == 0
     assert scheduler.num_reused_tokens == 0
+
+
+def test_only_what_was_computed_is_reused():
+    scheduler = build(tokens=8)
+    prompt = list(range(1, 30))
+    scheduler.add(request("a", prompt))
+    turn(scheduler)
+    scheduler.abort("a")
+    scheduler.add(request("b", prompt))
+    assert scheduler.plan().prefills[0].start == 8
 
 
 def test_a_failed_step_ends_its_requests_and_sends_the_tables_again():
