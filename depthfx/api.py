@@ -77,7 +77,8 @@ def _build_runner(
 ) -> Runner:
     capture = settings.cuda_graphs if settings.cuda_graphs is not None else device.type == "cuda"
     shape = RunnerShape(
-        program.kv_shape, program.kv_dtype, num_blocks, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens, vocab_size
+        program.kv_shape, program.num_heads, program.kv_dtype, num_blocks, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens,
+        vocab_size,
     )
     runner = Runner(program, shape, device, decode_buckets(limits.max_batch_size) if capture and device.type == "cuda" else ())
     if runner.graphs.buckets:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,13 +26,25 @@ class _PackedForward(torch.nn.Module):
     """The model as a child, so that every node carries a complete module stack."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
         self.model = model
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         places = positions.clamp(min=0).to(torch.int64)  # padding rows have position -1
         out = self.model(input_ids=token_ids[None], position_ids=places[None], use_cache=False, logits_to_keep=logit_rows)
         return out.logits[0]
+
+
+_captures = itertools.count()
+
+
+def _fresh_forward(model: PreTrainedModel) -> _PackedForward:
+    """A wrapper with a code object of its own: Dynamo keeps its caches and its memory of sizes by code object."""
+    forward = _PackedForward.forward
+    code = forward.__code__.replace(co_filename=f"<depthfx capture {next(_captures)}>")
+    cls = type("_PackedForward", (_PackedForward,), {"forward": types.FunctionType(code, forward.__globals__, "forward")})
+    wrapper: _PackedForward = cls(model)
+    return wrapper
 
 
 class _StopCaptureError(Exception):
@@ -64,7 +78,7 @@ def capture(model: PreTrainedModel, settings: Settings, target: Target, report: 
         torch._dynamo.mark_dynamic(tensor, 0)
     with _attention_of(model), torch.no_grad():
         try:
-            torch.compile(_PackedForward(model), backend=keep, fullgraph=True)(*inputs)
+            torch.compile(_fresh_forward(model), backend=keep, fullgraph=True)(*inputs)
         except _StopCaptureError:
             pass
         except (torch._dynamo.exc.TorchDynamoException, torch.fx.experimental.symbolic_shapes.ConstraintViolationError) as error:
@@ -138,13 +152,16 @@ def _name_inputs(gm: fx.GraphModule, example_inputs: list[Any], model: PreTraine
 
 
 def _drop_bookkeeping(gm: fx.GraphModule) -> None:
-    """Remove nodes that only log, set grad mode, or enter a disabled autocast; yield the logits themselves."""
+    """Remove nodes that only log, set grad mode, drop nothing or enter a disabled autocast; yield the logits themselves."""
     for node in reversed(list(gm.graph.nodes)):
         name = getattr(node.target, "__name__", str(node.target))
         entered = node.args[0] if node.args else None
         disabled = name == "_enter_autocast" and node.args[2] is False
         leaves = name == "_exit_autocast" and isinstance(entered, fx.Node) and entered.args[2] is False
         if name in ("_log_api_usage_once", "_set_grad_enabled") or disabled or leaves:
+            gm.graph.erase_node(node)
+        elif name == "dropout" and not node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True):
+            node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     output = next(n for n in gm.graph.nodes if n.op == "output")
     output.args = (output.args[0][0],)  # Dynamo returns a tuple of one

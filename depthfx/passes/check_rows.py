@@ -20,7 +20,7 @@ _POINTWISE = frozenset(
 )
 _REDUCTIONS = frozenset("mean sum amax amin max min var std norm softmax log_softmax cumsum prod logsumexp".split())
 _RESHAPES = frozenset("view reshape flatten unflatten squeeze unsqueeze view_as _unsafe_view".split())
-_MOVES = frozenset("transpose permute expand expand_as movedim swapaxes t split chunk unbind split_with_sizes narrow repeat".split())
+_MOVES = frozenset("transpose permute expand expand_as movedim swapaxes t repeat_interleave split chunk unbind split_with_sizes narrow repeat".split())
 _SIZES = frozenset("sym_size size sym_size.int floordiv getattr".split())
 
 

@@ -43,6 +43,7 @@ class PassContext:
     weights: dict[str, tuple[str, ...]] = field(default_factory=dict)
     layers: list[LayerSpan] = field(default_factory=list)
     kv_shape: KvShape | None = None
+    num_heads: int = 0  # query heads, the largest of any layer
 
 
 Pass = Callable[[fx.GraphModule, PassContext], None]

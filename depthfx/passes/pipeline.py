@@ -48,7 +48,7 @@ class Program:
     module: fx.GraphModule
     kv_shape: KvShape
     kv_dtype: torch.dtype
-    num_layers: int
+    num_heads: int
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         logits: torch.Tensor = self.module(**{name: getattr(inputs, name) for name in StepInputs.names()})
@@ -81,4 +81,4 @@ def build_program(model: PreTrainedModel, settings: Settings, target: Target, re
     kv_dtype = next(n.meta["example_value"].dtype for n in gm.graph.nodes if n.name == "kv_pool")
     bind_weights(gm, ctx, model)
     assert ctx.kv_shape is not None
-    return Program(gm, ctx.kv_shape, kv_dtype, len(ctx.layers))
+    return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads)

@@ -50,7 +50,7 @@ def _runs(gm: fx.GraphModule) -> list[list[fx.Node]]:
     def close() -> None:
         while current and is_op(current[-1], *_FREE):
             current.pop()
-        if current:
+        if sum(not is_op(n, *_FREE) for n in current) > 1:  # one op alone leaves nothing to fuse: it runs as it is
             runs.append(list(current))
         current.clear()
 

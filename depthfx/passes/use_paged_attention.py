@@ -26,6 +26,7 @@ def use_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> None:
     (num_kv_heads, head_dim) = shapes.pop()
     dtype = value_of(ctx.layers[0].attention.args[1]).dtype
     ctx.kv_shape = KvShape(len(ctx.layers), num_kv_heads, head_dim, ctx.settings.block_tokens, dtype.itemsize)
+    ctx.num_heads = max(int(value_of(layer.attention.args[0]).shape[1]) for layer in ctx.layers)
     inputs = _add_inputs(gm, ctx, dtype)
     for number, layer in enumerate(ctx.layers):
         _rewrite(gm, ctx, layer.attention, number, inputs)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from depthfx.lowering import ops
 from depthfx.records import Chunk, KvShape, StepInputs, StepPlan, StepResult
 from depthfx.runtime.graphs import DecodeGraphs, greedy
 from depthfx.runtime.sampler import SamplingTensors, new_seen, reset_seen, sample
@@ -20,6 +21,7 @@ class RunnerShape:
     """Sizes that are fixed when the engine starts."""
 
     kv: KvShape
+    num_heads: int  # query heads
     kv_dtype: torch.dtype
     num_blocks: int
     num_table_rows: int  # requests that hold KV at the same time
@@ -55,6 +57,8 @@ class Runner:
         self._tables_flat = torch.zeros(shape.num_table_rows * shape.blocks_per_row + 1, dtype=torch.int32, device=device)
         self.block_tables = self._tables_flat[:-1].view(shape.num_table_rows, shape.blocks_per_row)
         self.staging = Staging(shape.max_batch_tokens, shape.num_table_rows, shape.blocks_per_row, device)
+        if device.type == "cuda":
+            ops.reserve_scratch(device, shape.num_table_rows, shape.num_heads, shape.kv.head_dim)  # before any capture
         self._seen: torch.Tensor | None = None  # made when the first request with a repetition penalty samples
         # tokens of the last step, read by the next one's decode rows; never reallocated (captured graphs hold it)
         self.last_tokens = torch.zeros(max(shape.num_table_rows, 1), dtype=torch.int64, device=device)

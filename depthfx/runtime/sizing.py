@@ -11,7 +11,7 @@ import torch
 from depthfx.errors import MemoryBudgetError
 from depthfx.records import Chunk, KvShape, SamplingParams, StepPlan
 from depthfx.report import CompileReport
-from depthfx.runtime.runner import Program, Runner, RunnerShape
+from depthfx.runtime.runner import Runner, RunnerShape
 from depthfx.settings import Settings
 
 GIB = 1 << 30
@@ -99,11 +99,13 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     return sum(storages.values())
 
 
-def _measure_activations(model: Any, program: Program, limits: Limits, device: torch.device) -> int:
+def _measure_activations(model: Any, program: Any, limits: Limits, device: torch.device) -> int:
     """Peak bytes of the largest prefill step, measured by running it once over one block of KV (also compiles its kernels)."""
-    kv = program.kv_shape  # type: ignore[attr-defined]
+    kv = program.kv_shape
     vocab = model.get_output_embeddings().weight.shape[0]
-    shape = RunnerShape(kv, program.kv_dtype, 1, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens, vocab)  # type: ignore[attr-defined]
+    shape = RunnerShape(
+        kv, program.num_heads, program.kv_dtype, 1, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens, vocab
+    )
     runner = Runner(program, shape, device, ())
     sampling = SamplingParams()
     lengths = [min(limits.max_model_len, limits.max_batch_tokens)] * (limits.max_batch_tokens // min(limits.max_model_len, limits.max_batch_tokens))

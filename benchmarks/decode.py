@@ -1,0 +1,143 @@
+"""Decode and prefill time of one model shape, side by side: bandwidth floor, depthfx, HF eager, HF static cache compiled."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import common
+import torch
+
+import depthfx
+
+
+def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(10, vocab - 10, (batch, length), generator=generator).tolist()
+
+
+def time_depthfx(model: Any, batch: int, length: int, steps: int) -> list[float]:
+    """Seconds of each engine turn while ``batch`` requests decode, none finishing or joining."""
+    engine = model.engine
+    sampling = depthfx.SamplingParams(max_new_tokens=steps + 8)
+    for prompt in prompts(batch, length, model.config.vocab_size):
+        engine.add(prompt, sampling)
+    seen: dict[str, int] = {}
+    while len(seen) < batch or min(seen.values()) < 4:
+        for output in engine.step():
+            seen[output.request_id] = seen.get(output.request_id, 0) + len(output.new_token_ids)
+    times = []
+    for _ in range(steps - max(seen.values()) - 1):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    while engine.has_unfinished():
+        engine.step()
+    return times
+
+
+def time_replay(model: Any, batch: int) -> list[float] | None:
+    """Seconds of bare replays of the captured graph of ``batch`` rows, back to back (device time of a step)."""
+    runner = model.engine._runner
+    graph = min((g for b, g in runner.graphs._graphs.items() if b >= batch), key=lambda g: g.bucket, default=None)
+    if graph is None:
+        return None
+    times = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(20):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 20 / 1e3)
+    return times
+
+
+def time_prefill(model: Any, batch: int, length: int) -> float:
+    """Prompt tokens a second of ``batch`` prompts, one new token each."""
+    engine = model.engine
+    for _ in range(2):
+        for prompt in prompts(batch, length, model.config.vocab_size):
+            engine.add([int(time.perf_counter_ns() % 1000) + 10, *prompt[1:]], depthfx.SamplingParams(max_new_tokens=1))
+        common.synchronize(model.device)
+        start = time.perf_counter()
+        while engine.has_unfinished():
+            engine.step()
+        seconds = time.perf_counter() - start
+    return batch * length / seconds
+
+
+def time_hf(model: Any, batch: int, length: int, steps: int, **kwargs: Any) -> float:
+    """Seconds a decode step of ``generate``: the difference of two lengths."""
+    ids = torch.tensor(prompts(batch, length, model.config.vocab_size), device=model.device)
+    took = []
+    for new in (4, 4, 4 + steps):
+        common.synchronize(model.device)
+        start = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, **kwargs
+        )
+        common.synchronize(model.device)
+        took.append(time.perf_counter() - start)
+    return (took[2] - took[1]) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(common.SHAPES), default="llama3-8b")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--arms", nargs="+", default=["floor", "depthfx", "prefill", "hf-eager", "hf-static"])
+    parser.add_argument("--dtype", default=None, help="float16, bfloat16 or float32; default float16 on CUDA, float32 on a CPU")
+    parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
+    parser.add_argument("--kv-blocks", type=int, default=None)
+    args = parser.parse_args()
+    device = common.default_device()
+    dtype = getattr(torch, args.dtype or ("float16" if device.type == "cuda" else "float32"))
+    model = common.make_model(args.shape, device, dtype, args.layers)
+    rows: list[dict[str, Any]] = []
+
+    def add(arm: str, batch: int, what: str, value: dict[str, float] | float) -> None:
+        values = value if isinstance(value, dict) else {"median": value}
+        rows.append({"arm": arm, "batch": batch, "what": what, **values})
+        print(rows[-1], flush=True)
+
+    if "floor" in args.arms:
+        bandwidth = common.copy_bandwidth(device)
+        add("floor", 1, "copy TB/s", bandwidth / 1e12)
+        add("floor", 1, "ms a step: weights at copy bandwidth", common.weight_bytes_per_step(model) / bandwidth * 1e3)
+    if "hf-eager" in args.arms:
+        for batch in args.batches:
+            add("HF eager", batch, "ms a step", time_hf(model, batch, args.prompt, min(args.steps, 12)) * 1e3)
+    if "hf-static" in args.arms:
+        for batch in args.batches:
+            start = time.perf_counter()
+            step = time_hf(model, batch, args.prompt, args.steps, cache_implementation="static")
+            add("HF static", batch, "ms a step", step * 1e3)
+            add("HF static", batch, "s in all, with compilation", time.perf_counter() - start)
+        torch._dynamo.reset()
+        gc.collect()
+    if {"depthfx", "prefill"} & set(args.arms):
+        start = time.perf_counter()
+        depthfx.compile(model, kv_blocks=args.kv_blocks)
+        add("depthfx", 0, "s to compile", time.perf_counter() - start)
+        print(model.explain(), flush=True)
+    if "depthfx" in args.arms:
+        for batch in args.batches:
+            add("depthfx", batch, "ms a step", common.spread([t * 1e3 for t in time_depthfx(model, batch, args.prompt, args.steps)]))
+            replay = time_replay(model, batch)
+            if replay:
+                add("depthfx", batch, "ms a replay, short contexts", common.spread([t * 1e3 for t in replay]))
+        add("depthfx", 0, "exposed host ms a step", model.engine.stats().exposed_seconds_per_step * 1e3)
+    if "prefill" in args.arms:
+        add("depthfx", 8, "prompt tokens/s, 8 x 2048", time_prefill(model, 8, 2048))
+    common.print_table(rows, ["arm", "batch", "what", "median", "p10", "p90"])
+    common.write_results(f"decode-{args.shape}", rows, device)
+
+
+if __name__ == "__main__":
+    main()
