@@ -45,11 +45,13 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCE)
 
 # Where a GPU works and the interpreter at hand has torch, that interpreter runs the checkout as it is.
-demo:
-	@if $(HAS_GPU); then PYTHONPATH=. $(PYTHON) -m depthfx demo $(DEMO_ARGS); \
-	else $(MAKE) --no-print-directory $(STAMP) && $(BIN)/python -m depthfx demo $(DEMO_ARGS); fi
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && \
+	$(PYTHON) -c 'import torch, transformers; assert torch.cuda.is_available()' >/dev/null 2>&1 && echo yes)
+endif
 
-HAS_GPU = nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c 'import torch, transformers; raise SystemExit(not torch.cuda.is_available())' >/dev/null 2>&1
+demo: $(if $(GPU),,$(STAMP))
+	PYTHONPATH=. $(if $(GPU),$(PYTHON),$(BIN)/python) -m depthfx demo $(DEMO_ARGS)
 
 gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -134,7 +135,10 @@ def peak_bytes(device: str) -> int:
     """Most memory so far: of the device's tensors on CUDA, of the whole process on a CPU."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would include the parent's memory at the time of the fork
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM:")) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def table(ours: Measured, theirs: Measured, batch: int) -> str:
