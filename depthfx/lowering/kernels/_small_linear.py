@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
 from depthfx.lowering.kernels._device import activate, dot, pdl_release, pdl_wait, prefetch_l2
 from depthfx.lowering.kernels._scratch import scratch_of
@@ -191,6 +192,11 @@ def _small_linear_kernel(
 def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the streaming kernel serves this product; else cuBLAS does."""
     return 0 < x.shape[0] <= MAX_SMALL_ROWS and x.element_size() == 2 and weight.stride(1) == 1 and weight.dtype == x.dtype
+
+
+def is_native(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether the native CPU kernel serves this product: fp32, few rows, the library built; else PyTorch does."""
+    return x.shape[0] <= native.MAX_ROWS and weight.is_contiguous() and native.usable(x, weight, *others)
 
 
 def launch_small(

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels import rms_norm
 from depthfx.lowering.kernels._cases import NORM_REASON, NORM_TOLERANCE, randn
@@ -46,7 +47,9 @@ def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps
 
 
 def cpu(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference with the CPU's fused norm."""
+    """The native kernel for fp32, else the reference with the CPU's fused norm."""
+    if native.usable(x, residual, weight):
+        return native.add_rms_norm(inner_contiguous(x), inner_contiguous(residual), weight, eps)
     total = x + residual
     return rms_norm.cpu(total, weight, eps), total
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels._cases import NORM_REASON, NORM_TOLERANCE, randn
 from depthfx.lowering.kernels._device import ACTIVATIONS, activate, pdl_release, pdl_wait
@@ -45,6 +46,13 @@ def reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
+def cpu(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """The native kernel for fp32, the reference for the rest."""
+    if native.usable(gate_up):
+        return native.gated_activation(inner_contiguous(gate_up), activation)
+    return reference(gate_up, activation)
+
+
 def launch(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     code = activation_code(activation)
     rows = inner_contiguous(gate_up.reshape(-1, gate_up.shape[-1]))
@@ -76,6 +84,7 @@ register_kernel(
         name="gated_activation",
         schema="(Tensor gate_up, str activation) -> Tensor",
         reference=reference,
+        cpu=cpu,
         launch=launch,
         fake=fake,
         cases=(_case(3, 96, "silu"), _case(2, 1536, "gelu_tanh"), _case(1, 33, "gelu")),

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import torch
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import gated_activation
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
-from depthfx.lowering.kernels._small_linear import LinearConfig, is_small, launch_small
+from depthfx.lowering.kernels._small_linear import LinearConfig, is_native, is_small, launch_small
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
     """Plain PyTorch."""
     return gated_activation.reference(torch.nn.functional.linear(x, weight), activation)
+
+
+def cpu(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """The native kernel for few fp32 rows, MKL for the rest."""
+    if is_native(x, weight):
+        return native.small_linear(inner_contiguous(x), weight, activation=activation)
+    return gated_activation.cpu(torch.nn.functional.linear(x, weight), activation)
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor, activation: str, config: LinearConfig | None = None) -> torch.Tensor:
@@ -44,6 +52,7 @@ register_kernel(
         name="gated_linear",
         schema="(Tensor x, Tensor weight, str activation) -> Tensor",
         reference=reference,
+        cpu=cpu,
         launch=launch,
         fake=fake,
         cases=(

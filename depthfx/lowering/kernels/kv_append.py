@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels._cases import COPY_REASON, COPY_TOLERANCE, paged_tables, randn
 from depthfx.lowering.kernels._device import pdl_release, pdl_wait
@@ -69,6 +70,18 @@ def reference(
     kv_pool[blocks, layer, 1, :, slots] = v[rows]
 
 
+def cpu(
+    k: torch.Tensor, v: torch.Tensor, kv_pool: torch.Tensor, layer: int,
+    positions: torch.Tensor, table_rows: torch.Tensor, block_tables: torch.Tensor,
+) -> None:  # fmt: skip
+    """The native kernel for fp32, the reference for the rest."""
+    step = (kv_pool, layer, positions, table_rows, block_tables)
+    if native.usable(k, v, kv_pool):
+        native.kv_append(inner_contiguous(k), inner_contiguous(v), *step)
+    else:
+        reference(k, v, *step)
+
+
 def launch(
     k: torch.Tensor, v: torch.Tensor, kv_pool: torch.Tensor, layer: int,
     positions: torch.Tensor, table_rows: torch.Tensor, block_tables: torch.Tensor,
@@ -116,6 +129,7 @@ register_kernel(
         name="kv_append",
         schema="(Tensor k, Tensor v, Tensor(a!) kv_pool, int layer, Tensor positions, Tensor table_rows, Tensor block_tables) -> ()",
         reference=reference,
+        cpu=cpu,
         launch=launch,
         fake=fake,
         cases=(_case(17, 3, 64, 16, True), _case(1, 1, 128, 16, False), _case(5, 8, 80, 8, True), _case(3, 2, 96, 32, False)),

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import torch
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
-from depthfx.lowering.kernels._small_linear import LinearConfig, is_small, launch_small
+from depthfx.lowering.kernels._small_linear import LinearConfig, is_native, is_small, launch_small
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Plain PyTorch."""
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The native kernel for few fp32 rows, MKL for the rest."""
+    if is_native(x, weight, bias):
+        return native.small_linear(inner_contiguous(x), weight, bias)
+    return reference(x, weight, bias)
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearConfig | None = None) -> torch.Tensor:
@@ -42,6 +50,7 @@ register_kernel(
         name="linear",
         schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
         reference=reference,
+        cpu=cpu,
         launch=launch,
         fake=fake,
         cases=(

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import torch
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
-from depthfx.lowering.kernels._small_linear import LinearConfig, is_small, launch_small
+from depthfx.lowering.kernels._small_linear import LinearConfig, is_native, is_small, launch_small
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """Plain PyTorch."""
     return residual + torch.nn.functional.linear(x, weight)
+
+
+def cpu(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The native kernel for few fp32 rows, MKL for the rest."""
+    if is_native(x, weight, residual):
+        return native.small_linear(inner_contiguous(x), weight, residual=inner_contiguous(residual))
+    return reference(x, weight, residual)
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: LinearConfig | None = None) -> torch.Tensor:
@@ -41,6 +49,7 @@ register_kernel(
         name="linear_add",
         schema="(Tensor x, Tensor weight, Tensor residual) -> Tensor",
         reference=reference,
+        cpu=cpu,
         launch=launch,
         fake=fake,
         cases=(_case(1, 64, 1536), _case(2, 65, 192), _case(3, 64, 1536), _case(33, 72, 600), _case(65, 64, 96)),

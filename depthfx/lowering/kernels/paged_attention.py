@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels._cases import BF16, F16, F32, paged_tables, poisoned_pool, randn
 from depthfx.lowering.kernels.decode_attention import launch_decode
@@ -103,16 +104,15 @@ def _decode_groups(positions: list[int], window: int, block_tokens: int) -> list
     return groups
 
 
-def cpu(
+def _gathered_decode(
     q: torch.Tensor, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
-    block_tables: torch.Tensor, chunk_starts: torch.Tensor, tile_chunks: torch.Tensor, tile_starts: torch.Tensor,
-    num_decode_rows: int, scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
+    block_tables: torch.Tensor, scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The production path on a CPU: gather only the blocks that are seen, then products over all heads at once."""
+    """Decode rows in plain PyTorch: gather the blocks that a group of rows sees, then products over all heads at once."""
     block_tokens = kv_pool.shape[4]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     at = positions.tolist()
-    for rows in _decode_groups(at[:num_decode_rows], window, block_tokens):
+    for rows in _decode_groups(at, window, block_tokens):
         firsts = [_first_key(at[row], window) // block_tokens for row in rows]
         width = max(at[row] // block_tokens - first for row, first in zip(rows, firsts, strict=True)) + 1
         index = torch.tensor(rows)
@@ -134,6 +134,27 @@ def cpu(
                     taken[:, :, n, : _first_key(at[row], window) - firsts[n] * block_tokens].zero_()
             mask = mask[:, None, None, :]
         out[index] = _attend(q[index].unsqueeze(1), taken, mask, scale, softcap, sinks).squeeze(1)
+    return out
+
+
+def cpu(
+    q: torch.Tensor, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
+    block_tables: torch.Tensor, chunk_starts: torch.Tensor, tile_chunks: torch.Tensor, tile_starts: torch.Tensor,
+    num_decode_rows: int, scale: float, window: int, softcap: float, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """The production path on a CPU: native decode for fp32; else, and for chunks, gather the blocks that are seen."""
+    block_tokens, total = kv_pool.shape[4], q.shape[0]
+    decode = (q[:num_decode_rows], kv_pool, layer, positions[:num_decode_rows], table_rows[:num_decode_rows], block_tables)
+    options = (scale, window, softcap, sinks)
+    if native.usable(q, kv_pool, sinks):
+        decoded = native.paged_decode_attention(inner_contiguous(decode[0]), *decode[1:], *options)
+    else:
+        decoded = _gathered_decode(*decode, *options)
+    if num_decode_rows == total:
+        return decoded
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out[:num_decode_rows] = decoded
+    at = positions.tolist()
     starts = chunk_starts.tolist()
     for begin, end in zip(starts, starts[1:], strict=False):
         while end > begin and at[end - 1] < 0:  # padding at the end of a chunk

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels._cases import NORM_REASON, NORM_TOLERANCE, randn
 from depthfx.lowering.kernels._device import pdl_release, pdl_wait
@@ -42,7 +43,9 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """fp32 takes PyTorch's fused norm (no rounding in between to keep); others take the reference."""
+    """fp32 takes the native kernel or PyTorch's fused norm (no rounding in between to keep); others take the reference."""
+    if native.usable(x, weight):
+        return native.rms_norm(inner_contiguous(x), weight, eps)
     if x.dtype == torch.float32:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
     return reference(x, weight, eps)

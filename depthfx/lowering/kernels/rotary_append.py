@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels import kv_append
 from depthfx.lowering.kernels._cases import NORM_REASON, NORM_TOLERANCE, paged_tables, randn
@@ -115,6 +116,18 @@ def reference(
     return _rotate(_norm(q, q_norm, norm_eps), cos, sin).contiguous()
 
 
+def cpu(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None,
+    norm_eps: float, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
+    block_tables: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+) -> torch.Tensor:  # fmt: skip
+    """The native kernel for fp32, the reference for the rest."""
+    step = (q_norm, k_norm, norm_eps, kv_pool, layer, positions, table_rows, block_tables, num_heads, num_kv_heads, head_dim)
+    if native.usable(qkv, cos, sin, q_norm, k_norm, kv_pool):
+        return native.rotary_append(inner_contiguous(qkv), inner_contiguous(cos), inner_contiguous(sin), *step)
+    return reference(qkv, cos, sin, *step)
+
+
 def launch(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None,
     norm_eps: float, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
@@ -178,6 +191,7 @@ register_kernel(
         "int layer, Tensor positions, Tensor table_rows, Tensor block_tables, int num_heads, int num_kv_heads, int head_dim) "
         "-> Tensor",
         reference=reference,
+        cpu=cpu,
         launch=launch,
         fake=fake,
         cases=(
