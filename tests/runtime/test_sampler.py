@@ -198,14 +198,19 @@ def test_static_buffers_give_the_same_tokens():
     chunks = [chunk(i, 2, (1, 2), **case) for i, case in enumerate(CASES)]
     params, raw = build(*chunks), logits(16)
     static = SamplingTensors.static(16, "cpu")
-    static.copy_from(build(*(chunk(i, temperature=1.0, top_k=2, seed=3) for i in range(16))))  # stale content
-    static.copy_from(params)
     tables = [sampler.new_seen(16, VOCAB, "cpu") for _ in range(2)]
+    assert torch.equal(sample(raw, static, tables[1])[0], raw.argmax(-1))
+    assert not tables[1][:-1].any()  # neutral rows mark nothing
+    best = raw.argmax(-1).tolist()
+    stale = [chunk(i, temperature=1.0, top_k=2, seed=3, min_new_tokens=9, eos_token_ids=(best[i],) * 8) for i in range(16)]
+    static.copy_from(build(*stale))
+    static.copy_from(params)
     for seen in tables:
         sampler.reset_seen(seen, chunks)
     expected, _ = sample(raw[: len(chunks)], params, tables[0])
     got, finite = sample(raw, static, tables[1])
     assert torch.equal(got[: len(chunks)], expected)
+    assert torch.equal(tables[0][:-1], tables[1][:-1])
     assert torch.equal(got[len(chunks) :], raw[len(chunks) :].argmax(-1))
     assert finite.all()
     greedy = SamplingTensors.static(16, "cpu", like=build(chunk()))
