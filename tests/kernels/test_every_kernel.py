@@ -16,6 +16,15 @@ if not CASES:
     raise RuntimeError("no kernel was found in depthfx.lowering.kernels; the folder's files must call register_kernel")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are tiny: waking threads for each of thousands of calls would take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="tests/gpu runs the same cases on the device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("spec", "case"), CASES)
