@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--dtype", default=None, help="float16, bfloat16 or float32; default float16 on CUDA, float32 on a CPU")
     parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
     parser.add_argument("--kv-blocks", type=int, default=None)
+    parser.add_argument("--no-inductor", action="store_true")
     args = parser.parse_args()
     device = common.default_device()
     dtype = getattr(torch, args.dtype or ("float16" if device.type == "cuda" else "float32"))
@@ -123,7 +124,7 @@ def main() -> None:
         gc.collect()
     if {"depthfx", "prefill"} & set(args.arms):
         start = time.perf_counter()
-        depthfx.compile(model, kv_blocks=args.kv_blocks)
+        depthfx.compile(model, kv_blocks=args.kv_blocks, inductor=not args.no_inductor)
         add("depthfx", 0, "s to compile", time.perf_counter() - start)
         print(model.explain(), flush=True)
     if "depthfx" in args.arms:

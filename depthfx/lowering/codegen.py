@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from depthfx.errors import GraphError
+
 
 def compile_with_inductor(piece: fx.GraphModule, example_inputs: list[Any], fake_mode: Any) -> Callable[..., Any]:
     """Compile ``piece`` for any number of rows; ``example_inputs`` are fake tensors and symbolic sizes of ``fake_mode``.
@@ -18,8 +20,18 @@ def compile_with_inductor(piece: fx.GraphModule, example_inputs: list[Any], fake
     from torch._inductor.compile_fx import compile_fx
 
     patches = {"triton.cudagraphs": False, "reorder_for_locality": False, "fx_graph_cache": True}
+    before = _symbols(example_inputs)
     with tracing(TracingContext(fake_mode)), torch.no_grad():
-        return compile_fx(piece, example_inputs, config_patches=patches)
+        compiled: Callable[..., Any] = compile_fx(piece, example_inputs, config_patches=patches)
+    if _symbols(example_inputs) != before:
+        raise GraphError(f"Inductor fixed a number of rows: sizes {before} became {_symbols(example_inputs)}; compile with inductor=False")
+    return compiled
+
+
+def _symbols(values: list[Any]) -> list[str]:
+    """The symbolic sizes among ``values``, as they stand now."""
+    sizes = [s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+    return [str(s.node.expr) for s in sizes if isinstance(s, torch.SymInt)]
 
 
 def run_eagerly(piece: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
