@@ -78,6 +78,11 @@ def enable_pdl(enabled: bool) -> None:
     anything that another kernel writes. The interpreter ignores the switch.
     """
     global _pdl
+    if enabled and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
+        raise ValueError(
+            f"dependent launch needs compute capability 9.0, but {torch.cuda.get_device_name()} has "
+            f"{torch.cuda.get_device_capability()}; leave it off on this device"
+        )
     _pdl = enabled
 
 

@@ -176,11 +176,11 @@ def launch_decode(
     block_d, block_g = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     max_keys = block_tables.shape[1] * block_tokens
     config = config or decode_config(num_rows, num_kv_heads, max_keys, head_dim, device_sms(q.device))
-    scratch = scratch_of(q.device, config.num_splits * num_rows * num_heads * (block_d + 2), num_rows * num_kv_heads)
-    stats_at = config.num_splits * num_rows * num_heads * block_d
+    partials = config.num_splits * num_rows * num_heads if config.num_splits > 1 else 0
+    scratch = scratch_of(q.device, max(1, partials * (block_d + 2)), num_rows * num_kv_heads)
     stride_block, stride_layer = pool_strides(kv_pool)
     _decode_attention_kernel[(num_kv_heads, num_rows, config.num_splits)](
-        q, kv_pool, out, sinks, scratch.values, scratch.values[stats_at:], scratch.counters,
+        q, kv_pool, out, sinks, scratch.values, scratch.values[partials * block_d :], scratch.counters,
         positions, table_rows, block_tables,
         layer, scale, softcap, window, q.stride(0), q.stride(1), block_tables.stride(0), stride_block, stride_layer,
         HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
