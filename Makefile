@@ -1,14 +1,16 @@
 # make test      environment, lint, types, house rules and every CPU test
 # make demo      SmolLM2 answers eight questions at once, compared with Hugging Face in the same run
 # make check     lint, formatting, types, house rules
+# make readme    write the README's explain() block anew, from a run
 # make gpu-test  the GPU tests with the interpreter at hand (no installation, no network)
-# make gpu-bench the GPU benchmarks, likewise
+# make gpu-bench BENCH=decode   a script of benchmarks/, likewise
 
 PYTHON ?= python3
 VENV   ?= .venv
 # Installed first, where there is no torch yet: a range would fetch the newest CUDA build.
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
+BENCH  ?= decode
 
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.depthfx-installed
@@ -17,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install test check format demo gpu-test gpu-bench clean
+.PHONY: help install test check format readme demo gpu-test gpu-bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -44,6 +46,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCE)
 	$(BIN)/ruff format $(SOURCE)
 
+# The explain() block of the README, from a run.
+readme: $(STAMP)
+	$(BIN)/python -m tests.house.readme_block
+
 # Where a GPU works and the interpreter at hand has torch, that interpreter runs the checkout as it is.
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && \
@@ -57,7 +63,7 @@ gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
 
 gpu-bench:
-	PYTHONPATH=. $(PYTHON) -m depthfx bench gpu $(BENCH_ARGS)
+	PYTHONPATH=. $(PYTHON) -m depthfx bench $(BENCH) $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

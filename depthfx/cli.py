@@ -165,7 +165,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    scripts = {p.stem: p for p in sorted(BENCHMARKS.glob("*.py")) if not p.stem.startswith("_")}
+    scripts = {p.stem: p for p in sorted(BENCHMARKS.glob("*.py")) if "__main__" in p.read_text()}
     if not scripts:
         raise DepthfxError(f"no benchmarks beside the package ({BENCHMARKS.name}/ holds no script); run this command in a checkout")
     if options.name is None:
@@ -173,7 +173,7 @@ def _bench(options: argparse.Namespace) -> int:
         return 0
     if options.name not in scripts:
         raise DepthfxError(f"unknown benchmark {options.name!r}; known: {', '.join(scripts)}")
-    command = [sys.executable, "-m", f"{BENCHMARKS.name}.{options.name}", *options.arguments]
+    command = [sys.executable, str(scripts[options.name]), *options.arguments]
     return subprocess.run(command, cwd=BENCHMARKS.parent, check=False).returncode
 
 

@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from depthfx import cli, demo
 from depthfx.smollm2 import load_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
-needs_api = pytest.mark.skipif(find_spec("depthfx.api") is None, reason="depthfx.compile is not there yet")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +50,8 @@ def test_bench_lists_runs_and_refuses(tmp_path, monkeypatch, capfd):
     assert cli.main(["bench"]) == 1
     assert "checkout" in capfd.readouterr().err
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "probe.py").write_text("import sys\nprint(sys.argv[1:])\nraise SystemExit(5)\n")
-    (tmp_path / "benchmarks" / "_common.py").write_text("")
+    (tmp_path / "benchmarks" / "probe.py").write_text("import sys\nif __name__ == '__main__':\n    print(sys.argv[1:])\n    sys.exit(5)\n")
+    (tmp_path / "benchmarks" / "common.py").write_text("x = 1\n")
     assert cli.main(["bench"]) == 0
     assert capfd.readouterr().out == "probe\n"
     assert cli.main(["bench", "other"]) == 1
@@ -161,7 +159,6 @@ def test_eager_side_answers_and_measures():
     assert measured.peak_bytes > 500 << 20
 
 
-@needs_api
 def test_demo(capfd):
     assert demo.run_demo("cpu", torch.float32, 8, demo.QUESTIONS[:3]) == 0
     out = capfd.readouterr().out
@@ -169,7 +166,6 @@ def test_demo(capfd):
     assert "3 of 3 greedy answers are the same" in out
 
 
-@needs_api
 def test_generate_and_explain(capfd):
     arguments = ["smollm2", "--device", "cpu"]
     assert cli.main(["generate", *arguments, "--chat", "--prompt", "What is the capital of France?", "--max-new-tokens", "12"]) == 0

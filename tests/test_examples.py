@@ -1,13 +1,9 @@
 """Every file in examples/ runs and does what its docstring says."""
 
 import importlib.util
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
-needs_api = pytest.mark.skipif(find_spec("depthfx.api") is None, reason="depthfx.compile is not there yet")
 
 
 def run(name):
@@ -17,12 +13,10 @@ def run(name):
     return module.main()
 
 
-@needs_api
 def test_quickstart():
     assert run("quickstart") == "The capital of France is Paris."
 
 
-@needs_api
 def test_engine():
     answers = run("engine")
     assert set(answers) == {"gravity", "water", "late"}
@@ -30,7 +24,6 @@ def test_engine():
     assert "Paris" in answers["late"]
 
 
-@needs_api
 def test_torch_compile():
     assert run("torch_compile") < 1e-3  # FP32 logits of size about 20, sums in another order
 

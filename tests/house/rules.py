@@ -183,7 +183,7 @@ def check_asserts(path: str, source: str) -> list[str]:
                 return True
             if isinstance(inner, ast.Call):
                 called = ast.unparse(inner.func).split(".")[-1]
-                if called in ("raises", "warns", "fail") or called.lstrip("_").startswith(("assert", "check", "expect")):
+                if called in ("raises", "warns", "fail", "opcheck") or called.lstrip("_").startswith(("assert", "check", "expect")):
                     return True
                 if called in functions and called not in seen and can_fail(functions[called], seen | {called}):
                     return True

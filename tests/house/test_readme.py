@@ -3,13 +3,12 @@
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from depthfx.cli import build_parser
-from tests.house import rules
+from tests.house import readme_block, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -39,9 +38,10 @@ def test_example_is_short():
     assert len([line for line in example.splitlines() if line.strip()]) <= 12
 
 
-@pytest.mark.skipif(find_spec("depthfx.api") is None, reason="depthfx.compile is not there yet")
-def test_example_runs():
+def test_example_runs_and_explains_as_shown():
     (example,) = rules.fenced(README, "python")
     out = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert out.returncode == 0, out.stderr
-    assert out.stdout.startswith("The capital of France is Paris."), out.stdout
+    answer, explained = out.stdout.split("\n", 1)
+    assert answer == "The capital of France is Paris."
+    assert readme_block.steady(explained) == readme_block.shown(README), "run `make readme`"
