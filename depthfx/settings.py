@@ -10,6 +10,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from depthfx.errors import SettingError
 
+# Longest context where neither the settings nor the model name one.
+DEFAULT_CONTEXT = 4096
+
 OnUnsupported = Literal["raise", "eager"]
 
 

@@ -16,7 +16,7 @@ from depthfx.errors import UnsupportedModelError
 from depthfx.passes import attention_marker
 from depthfx.passes.context import PassContext, Target
 from depthfx.report import CompileReport
-from depthfx.settings import Settings
+from depthfx.settings import DEFAULT_CONTEXT, Settings
 
 # Row counts used while tracing. They only have to differ from each other and from 0 and 1.
 _TRACE_ROWS, _TRACE_LOGIT_ROWS = 24, 6
@@ -89,6 +89,8 @@ def capture(model: PreTrainedModel, settings: Settings, target: Target, report: 
             ) from error
     gm, example_inputs = captured[0]
     context = PassContext(settings, target, report, _fake_mode(gm), None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
+    context.num_positions = min(settings.max_model_len or longest, longest)
     _name_inputs(gm, example_inputs, model, context)
     _drop_bookkeeping(gm)
     return gm, context

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from depthfx.records import KvShape
 from depthfx.report import CompileReport
@@ -42,6 +43,9 @@ class PassContext:
     # weight placeholder -> names of the model's tensors; several are concatenated along dim 0
     weights: dict[str, tuple[str, ...]] = field(default_factory=dict)
     layers: list[LayerSpan] = field(default_factory=list)
+    # weight placeholder -> graph of (positions, its tensors) that fills it with one row for each position
+    tables: dict[str, fx.GraphModule] = field(default_factory=dict)
+    num_positions: int = 0  # longest context
     kv_shape: KvShape | None = None
     num_heads: int = 0  # query heads, the largest of any layer
 
@@ -64,11 +68,22 @@ def call(graph: fx.Graph, ctx: PassContext, like: fx.Node, target: Callable[...,
     """Insert ``target(*args, **kwargs)`` at the insertion point, with its fake value and the module stack of ``like``."""
     node = graph.call_function(target, args, kwargs)
     real = fx.map_arg((args, kwargs), value_of)
-    with ctx.fake_mode, torch.no_grad():
+    # without the Python dispatcher, C++ ops would read symbolic sizes as numbers and fix them
+    with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
         node.meta["example_value"] = target(*real[0], **real[1])
     if "nn_module_stack" in like.meta:
         node.meta["nn_module_stack"] = like.meta["nn_module_stack"]
     return node
+
+
+def refresh_values(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Recompute every node's fake value from its inputs: a rewrite upstream may have changed strides."""
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
+            node.meta["example_value"] = node.target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], node.target)(*args[1:], **kwargs)
 
 
 def rows(gm: fx.GraphModule, ctx: PassContext, x: fx.Node) -> fx.Node:

@@ -47,5 +47,6 @@ def other(node: fx.Node, known: Any) -> Any:
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
+    """Element type of a tensor node, None for anything else."""
     value = value_of(node) if isinstance(node, fx.Node) else None
     return value.dtype if isinstance(value, torch.Tensor) else None

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
-from transformers import PreTrainedModel
 
 from depthfx.lowering.codegen import compile_with_inductor, run_eagerly
 from depthfx.passes.capture import capture
 from depthfx.passes.check_graph import check_graph
 from depthfx.passes.check_rows import check_rows
-from depthfx.passes.context import Pass, PassContext, Target
+from depthfx.passes.context import Pass, PassContext, Target, refresh_values
 from depthfx.passes.fuse_linears import fuse_linears
 from depthfx.passes.fuse_norms import fuse_norms
 from depthfx.passes.fuse_rotary import fuse_rotary
 from depthfx.passes.recognise_layers import recognise_layers
 from depthfx.passes.split_pieces import split_pieces
+from depthfx.passes.tabulate_positions import tabulate_positions
 from depthfx.passes.use_linear_ops import drop_batch_dim, use_gated_linear, use_linear
 from depthfx.passes.use_paged_attention import use_paged_attention
 from depthfx.passes.weights import bind_weights
 from depthfx.records import KvShape, StepInputs
 from depthfx.report import CompileReport
 from depthfx.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PASSES: tuple[Pass, ...] = (
     recognise_layers,
@@ -36,9 +40,10 @@ PASSES: tuple[Pass, ...] = (
     use_gated_linear,
     use_linear,
     drop_batch_dim,
+    tabulate_positions,
 )
 # Passes that only make the graph faster; `Settings.fuse=False` leaves them out.
-FUSIONS = frozenset({fuse_linears, fuse_rotary, fuse_norms, use_gated_linear, use_linear})
+FUSIONS = frozenset({fuse_linears, fuse_rotary, fuse_norms, use_gated_linear, use_linear, tabulate_positions})
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ def run_passes(gm: fx.GraphModule, ctx: PassContext) -> None:
         with ctx.report.timed(f"pass {run.__name__}"):
             run(gm, ctx)
         check_graph(gm, ctx, after=run.__name__)
+    refresh_values(gm, ctx)
     gm.recompile()
 
 

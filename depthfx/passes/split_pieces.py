@@ -15,6 +15,9 @@ from depthfx.passes.print_graph import print_graph
 # Ops that move no data worth compiling; they join whatever stands around them.
 _FREE = ("squeeze", "unsqueeze", "transpose", "view", "reshape", "contiguous", "getitem", "sym_size", "sym_size.int")
 
+# Ops that only look rows up or convert them: they start a run with others, but alone they are not worth compiling.
+_LOOKUPS = ("clamp", "to", "embedding", "index_select")
+
 PieceCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -50,7 +53,7 @@ def _runs(gm: fx.GraphModule) -> list[list[fx.Node]]:
     def close() -> None:
         while current and is_op(current[-1], *_FREE):
             current.pop()
-        if sum(not is_op(n, *_FREE) for n in current) > 1:  # one op alone leaves nothing to fuse: it runs as it is
+        if sum(not is_op(n, *_FREE, *_LOOKUPS) for n in current) > 1:  # one op alone leaves nothing to fuse
             runs.append(list(current))
         current.clear()
 

@@ -18,7 +18,10 @@ def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -
     gm.add_submodule("weights", holder)
     for node in [n for n in gm.graph.nodes if n.op == "placeholder" and n.name in ctx.weights]:
         tensors = [_lookup(model, name) for name in ctx.weights[node.name]]
-        value = tensors[0].detach() if len(tensors) == 1 else _join(tensors)
+        if node.name in ctx.tables:
+            value = _fill_table(ctx.tables[node.name], ctx.num_positions, tensors, model)
+        else:
+            value = tensors[0].detach() if len(tensors) == 1 else _join(tensors)
         holder.register_buffer(node.name, value, persistent=False)
         with gm.graph.inserting_before(node):
             attribute = gm.graph.get_attr(f"weights.{node.name}")
@@ -28,6 +31,13 @@ def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -
     _inputs_first(gm)
     gm.graph.lint()
     gm.recompile()
+
+
+@torch.no_grad()
+def _fill_table(recipe: fx.GraphModule, num_positions: int, tensors: list[torch.Tensor], model: torch.nn.Module) -> torch.Tensor:
+    device = next(model.parameters()).device
+    table: torch.Tensor = recipe(torch.arange(num_positions, dtype=torch.int32, device=device), *tensors)
+    return table.contiguous()
 
 
 def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:

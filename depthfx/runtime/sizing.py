@@ -12,7 +12,7 @@ from depthfx.errors import MemoryBudgetError
 from depthfx.records import Chunk, KvShape, SamplingParams, StepPlan
 from depthfx.report import CompileReport
 from depthfx.runtime.runner import Runner, RunnerShape
-from depthfx.settings import Settings
+from depthfx.settings import DEFAULT_CONTEXT, Settings
 
 GIB = 1 << 30
 # Kept free on CUDA beside weights, KV and the measured activations: graphs, cuBLAS workspaces, fragmentation.
@@ -50,7 +50,7 @@ def derive_limits(config: Any, settings: Settings, device: torch.device) -> Limi
     cuda = device.type == "cuda"
     batch = settings.max_batch_size or (256 if cuda else 32)
     tokens = max(settings.max_batch_tokens or (8192 if cuda else 512), batch)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 4096
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
     return Limits(
         max_batch_size=batch,
         max_batch_tokens=tokens,
