@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from depthfx.errors import InvalidRequestError
 from depthfx.records import SamplingParams
 from depthfx.runtime import lockstep
-from depthfx.runtime.hf_params import per_row_stop_check, sampling_params
+from depthfx.runtime.hf_params import per_row_stop_check, read_processors, sampling_params
 from depthfx.runtime.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ _UNSUPPORTED_ARGUMENTS = {
     "assistant_model": "assistant_model (assisted decoding)",
     "encoder_outputs": "encoder_outputs",
 }
+# What Hugging Face hands to the decoding loop beside the tokens; any other argument would change the forward.
+_LOOP_ARGUMENTS = frozenset(
+    ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "synced_gpus", "streamer",
+     "logits_processor", "stopping_criteria")
+)  # fmt: skip
 
 
 @contextmanager
@@ -44,8 +49,15 @@ def seeded_by(generator: torch.Generator | None) -> Iterator[None]:
         _generator.reset(token)
 
 
+def given_generator() -> torch.Generator | None:
+    """The caller's generator for the present call."""
+    return _generator.get()
+
+
 def unsupported_argument(kwargs: dict[str, Any]) -> str | None:
     """The first argument of ``generate`` that the engine cannot serve, by name; None if there is none."""
+    if kwargs.get("cache_implementation") == "paged":
+        return "cache_implementation='paged' (the engine's KV is paged already; generate_batch takes many prompts)"
     return next((text for name, text in _UNSUPPORTED_ARGUMENTS.items() if kwargs.get(name) is not None), None)
 
 
@@ -54,14 +66,20 @@ def unsupported_call(model: Any, input_ids: torch.Tensor, *args: Any, generation
     config = generation_config if generation_config is not None else args[2]
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "output_attentions or output_hidden_states"
-    if kwargs.get("inputs_embeds") is not None:
-        return "inputs_embeds"
+    unknown = sorted(name for name, value in kwargs.items() if name not in _LOOP_ARGUMENTS and value is not None and value is not False)
+    if unknown:
+        return ", ".join(unknown)
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions is not None and mask is not None and positions.shape == mask.shape:
-        usual = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        if bool(((positions != usual) & mask.bool()).any()):
-            return "position_ids that do not count the tokens from 0"
+    if positions is not None and not _counts_from_zero(positions, mask if mask is not None else torch.ones_like(input_ids)):
+        return "position_ids that do not count the tokens from 0"
     return None
+
+
+def _counts_from_zero(positions: torch.Tensor, mask: torch.Tensor) -> bool:
+    if positions.dim() != 2 or mask.dim() != 2 or positions.shape[1] != mask.shape[1]:
+        return False
+    usual = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return not bool(((positions != usual) & mask.bool()).any())
 
 
 def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
@@ -75,7 +93,10 @@ def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> 
     for number, (row, mask) in enumerate(zip(rows, attention_mask.tolist(), strict=True)):
         first = next((i for i, m in enumerate(mask) if m), len(mask))
         if not all(mask[first:]):
-            raise InvalidRequestError(f"attention_mask of row {number} is 0 after its first 1; pad on the left only (tokenizer.padding_side='left')")
+            raise InvalidRequestError(
+                f"attention_mask of row {number} is 0 after its first 1; pad on the left only (tokenizer.padding_side='left'), and give the mask "
+                "where a prompt holds pad_token_id: Hugging Face derives one from it otherwise"
+            )
         prompts.append(row[first:])
     return prompts
 
@@ -105,8 +126,9 @@ def decode(
     prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"))
     padded = any(len(p) != input_ids.shape[1] for p in prompts)
     config = generation_config
-    wants_scores = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    sampling = None if wants_scores else sampling_params(config, logits_processor, stopping_criteria, input_ids.shape[1], padded)
+    in_step = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    in_step = in_step or (streamer is not None and len(prompts) > 1)  # a streamer gets one token of every row at a time
+    sampling = None if in_step else sampling_params(config, logits_processor, stopping_criteria, input_ids.shape[1], padded)
     if sampling is None:
         return lockstep.decode(model, input_ids, prompts, logits_processor, stopping_criteria, config, streamer, _generator.get())
     stop_checks = [per_row_stop_check(stopping_criteria, prompt, input_ids.device) for prompt in prompts]
@@ -132,6 +154,8 @@ def run_requests(model: DepthModel, requests: list[tuple[list[int], SamplingPara
                     streamer.put(torch.tensor([token]))
             if output.error is not None:
                 raise output.error
+            if output.finish_reason == "length" and len(outputs[number]) < requests[number][1].max_new_tokens:
+                lockstep.warn_of_context(number, len(requests[number][0]) + len(outputs[number]))
     return outputs
 
 
@@ -157,16 +181,21 @@ def generate_batch(
     config, unknown = model._prepare_generation_config(generation_config, **kwargs)
     if unknown:
         raise InvalidRequestError(f"generate_batch: unknown arguments {sorted(unknown)}; allowed are those of GenerationConfig")
-    if config.num_beams and config.num_beams > 1:
-        return model._without_engine("num_beams > 1 (beam search)", "generate_batch", inputs, generation_config, **kwargs)
     model._prepare_special_tokens(config, True, device="cpu")
-    sampling = _batch_sampling(config)
+    processors = model._get_logits_processor(config, input_ids_seq_length=0, device="cpu")
+    reason = _unsupported_batch(config, processors)
+    if reason is not None:
+        return model._without_engine(reason, "generate_batch", inputs, generation_config, **kwargs)
     prompts = [list(p) for p in inputs for _ in range(config.num_return_sequences or 1)]
     results = [GenerationOutput(request_id=f"req_{n}", prompt_ids=p, timestamps=[] if record_timestamps else None) for n, p in enumerate(prompts)]
+    eos = config._eos_token_tensor.flatten().tolist() if config._eos_token_tensor is not None else []
     with model.engine.collect([]) as rows:
         for number, prompt in enumerate(prompts):
             room = config.max_new_tokens or max(1, (config.max_length or 20) - len(prompt))
-            one = replace(sampling, max_new_tokens=room, seed=draw_seed() if config.do_sample else 0)
+            sampling = read_processors(config.do_sample, processors, len(prompt), False)
+            assert sampling is not None
+            seed = draw_seed() if config.do_sample else 0
+            one = replace(sampling, max_new_tokens=room, eos_token_ids=tuple(eos), seed=seed)
             try:
                 rows.add(number, prompt, one)
             except InvalidRequestError as error:
@@ -176,20 +205,15 @@ def generate_batch(
     return {result.request_id: result for result in results}
 
 
-def _batch_sampling(config: Any) -> SamplingParams:
-    eos = config._eos_token_tensor.flatten().tolist() if config._eos_token_tensor is not None else []
-    common = SamplingParams(
-        repetition_penalty=config.repetition_penalty or 1.0, min_new_tokens=config.min_new_tokens or 0, eos_token_ids=tuple(eos)
-    )
-    if not config.do_sample:
-        return common
-    return replace(
-        common,
-        temperature=config.temperature if config.temperature is not None else 1.0,
-        top_k=config.top_k or 0,
-        top_p=config.top_p if config.top_p is not None else 1.0,
-        min_p=config.min_p or 0.0,
-    )
+def _unsupported_batch(config: Any, processors: Any) -> str | None:
+    """The first option that the engine cannot serve in a continuous batch; None if there is none."""
+    if config.num_beams and config.num_beams > 1:
+        return "num_beams > 1 (beam search)"
+    if config.stop_strings:
+        return "stop_strings in generate_batch (use generate, or engine.stream with a stop_check)"
+    if read_processors(config.do_sample, processors, 0, False) is None:
+        return f"one of {', '.join(type(p).__name__ for p in processors)} in generate_batch (use generate)"
+    return None
 
 
 def _book(result: GenerationOutput, output: RequestOutput) -> None:

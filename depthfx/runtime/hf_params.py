@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,24 +30,35 @@ def sampling_params(config: Any, processors: Any, criteria: Any, prompt_width: i
     Lockstep is needed for processors or criteria that are not Hugging Face's own standard ones, for several processors
     out of order, and for a repetition penalty over padded rows (Hugging Face penalises the padding token there too).
     """
-    values: dict[str, Any] = {"max_new_tokens": config.max_length - prompt_width, "temperature": 1.0 if config.do_sample else 0.0}
+    read = read_processors(config.do_sample, processors, prompt_width, padded)
+    if read is None:
+        return None
+    eos: list[int] = []
+    limits: list[int] = []  # a criterion given by the caller stands in place of Hugging Face's own
+    for criterion in criteria:
+        if type(criterion) is sc.EosTokenCriteria:
+            eos += criterion.eos_token_id.flatten().tolist()
+        elif type(criterion) is sc.MaxLengthCriteria:
+            limits.append(criterion.max_length)
+        elif type(criterion) not in (sc.StopStringCriteria, sc.MaxTimeCriteria):
+            return None
+    room = max(1, min(limits or [config.max_length]) - prompt_width)
+    return replace(read, max_new_tokens=room, eos_token_ids=tuple(eos), min_new_tokens=read.min_new_tokens if eos else 0)
+
+
+def read_processors(do_sample: bool, processors: Any, prompt_width: int, padded: bool) -> SamplingParams | None:
+    """What ``processors`` do to the logits, as parameters of the device sampler; None where it cannot do all of it in their order."""
+    values: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
     last = -1
     for processor in processors:
         if type(processor) not in _KNOWN or (place := _KNOWN.index(type(processor))) <= last:
             return None
         last = place
         read = _read_processor(processor, prompt_width, padded)
-        if read is None or (place >= _KNOWN.index(lp.TemperatureLogitsWarper) and not config.do_sample):
+        if read is None or (place >= _KNOWN.index(lp.TemperatureLogitsWarper) and not do_sample):
             return None
         values["min_new_tokens"] = max(values.get("min_new_tokens", 0), read.pop("min_new_tokens", 0))
         values.update(read)
-    for criterion in criteria:
-        if type(criterion) is sc.EosTokenCriteria:
-            values["eos_token_ids"] = tuple(criterion.eos_token_id.flatten().tolist())
-        elif type(criterion) not in (sc.MaxLengthCriteria, sc.StopStringCriteria, sc.MaxTimeCriteria):
-            return None
-    if values.get("min_new_tokens") and not values.get("eos_token_ids"):
-        values["min_new_tokens"] = 0
     return SamplingParams(**values)
 
 

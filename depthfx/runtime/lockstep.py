@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,9 @@ def decode(
     raw: tuple[torch.Tensor, ...] | None = () if keep and config.output_logits else None
     has_eos = any(hasattr(c, "eos_token_id") for c in stopping_criteria)
     unfinished = torch.ones(len(prompts), dtype=torch.long, device=input_ids.device)
-    room = max(config.max_length - input_ids.shape[1], 1)
+    room = max((stopping_criteria.max_length or config.max_length) - input_ids.shape[1], 1)
+    width, full = input_ids.shape[1], False
+    pad = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
     external = SamplingParams(max_new_tokens=room, external=True)
     with model.engine.collect([(prompt, external, None) for prompt in prompts]) as rows:
         logits: torch.Tensor | None = None
@@ -44,15 +47,16 @@ def decode(
             if raw is not None:
                 raw += (logits,)
             tokens = _choose(step_scores, config.do_sample, generator)
-            if has_eos:
-                tokens = tokens * unfinished + config._pad_token_tensor.to(tokens.device) * (1 - unfinished)
+            if has_eos or full:
+                tokens = torch.where(unfinished.bool(), tokens, pad)
             input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
             if streamer is not None:
                 streamer.put(tokens.cpu())
             stopped = stopping_criteria(input_ids, scores)
             for number, token in enumerate(tokens.tolist()):
-                if unfinished[number]:
-                    rows.push(number, token)
+                if unfinished[number] and rows.push(number, token).finished and not stopped[number]:
+                    warn_of_context(number, input_ids.shape[1] - width + len(prompts[number]))
+                    stopped[number] = full = True
             unfinished = unfinished & ~stopped
             for number, going in enumerate(unfinished.tolist()):
                 if not going:
@@ -84,4 +88,15 @@ def _next_logits(rows: Any, before: torch.Tensor | None, unfinished: torch.Tenso
 def _choose(scores: torch.Tensor, do_sample: bool, generator: torch.Generator | None) -> torch.Tensor:
     if not do_sample:
         return torch.argmax(scores, dim=-1)
-    return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1, generator=generator).squeeze(1)
+    shares = torch.softmax(scores, dim=-1)
+    if generator is not None:
+        shares = shares.to(generator.device)
+    return torch.multinomial(shares, num_samples=1, generator=generator).squeeze(1).to(scores.device)
+
+
+def warn_of_context(number: int, length: int) -> None:
+    """Say that a row ended because its context is full, which its tokens alone do not show."""
+    warnings.warn(
+        f"row {number} ended at {length} tokens: the context is full (the model's max_position_embeddings or the setting max_model_len)",
+        stacklevel=2,
+    )

@@ -17,12 +17,14 @@ from depthfx.settings import Settings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+NOT_COMPILED = "every call: the model is not compiled"
+
 
 @dataclass(frozen=True)
 class Compiled:
     """What :func:`depthfx.compile` attached to a model."""
 
-    engine: Engine
+    engine: Engine | None  # None: not compiled, Hugging Face's own code generates
     report: CompileReport
     settings: Settings
 
@@ -39,6 +41,8 @@ class DepthModel:
     @property
     def engine(self) -> Engine:
         """The continuous-batching engine: ``add``, ``step``, ``stream``, ``abort``, ``stats``."""
+        if self._depthfx.engine is None:
+            raise UnsupportedOptionError("this model was not compiled and has no engine; explain() gives the reason, generate() still works")
         return self._depthfx.engine
 
     def explain(self) -> str:
@@ -52,11 +56,10 @@ class DepthModel:
         runs Hugging Face's own loop there if the model was compiled with ``on_unsupported="eager"``. ``generator`` (a
         ``torch.Generator``) may be given to seed sampling.
         """
-        generator = kwargs.pop("generator", None)
-        reason = generation.unsupported_argument(kwargs)
-        if reason is not None:
-            return self._without_engine(reason, "generate", *args, **kwargs)
-        with generation.seeded_by(generator):
+        with generation.seeded_by(kwargs.pop("generator", None)):
+            reason = NOT_COMPILED if self._depthfx.engine is None else generation.unsupported_argument(kwargs)
+            if reason is not None:
+                return self._without_engine(reason, "generate", *args, **kwargs)
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,19 +80,30 @@ class DepthModel:
                 f"generate: {option} is not supported by the depthfx engine; leave it out, or compile with on_unsupported='eager' "
                 "to run Hugging Face's own loop for such calls"
             )
-        self._depthfx.report.add("run by Hugging Face", option)
+        if generation.given_generator() is not None:
+            raise UnsupportedOptionError(f"generate: generator is not supported with {option}, which Hugging Face's loop runs; use torch.manual_seed")
+        if option not in self._depthfx.report.sections.get("run by Hugging Face", []):
+            self._depthfx.report.add("run by Hugging Face", option)
         hugging_face = next(c for c in type(self).__mro__ if c is not type(self) and not issubclass(c, DepthModel) and hasattr(c, method))
-        if method == "generate":
-            with _own_class(self, hugging_face):
-                return hugging_face.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
-        return getattr(hugging_face, method)(self, *args, **kwargs)
+        if method.startswith("_"):
+            return getattr(hugging_face, method)(self, *args, **kwargs)
+        with _own_class(self, hugging_face):
+            return getattr(hugging_face, method)(self, *args, **kwargs)
 
     def generate_batch(self, inputs: list[list[int]], generation_config: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Hugging Face's ``generate_batch``: many prompts of token ids at once, by continuous batching.
 
         Returns request id (``req_0``, ...) to ``GenerationOutput``; a request that fails carries its error there.
         """
+        if self._depthfx.engine is None:
+            return self._without_engine(NOT_COMPILED, "generate_batch", inputs, generation_config, **kwargs)
         return generation.generate_batch(self, inputs, generation_config, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedOptionError(
+            f"a compiled {type(self).__name__} cannot be copied or pickled (it holds an engine); use save_pretrained or state_dict, "
+            "and compile the copy"
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         probe = next(self.parameters())  # type: ignore[attr-defined]
@@ -103,7 +117,7 @@ class DepthModel:
         )
 
 
-class _own_class:  # noqa: N801 - a context manager
+class _own_class:
     """Run with the model's original class, so that Hugging Face's ``generate`` finds its own decoding methods."""
 
     def __init__(self, model: Any, cls: type) -> None:
