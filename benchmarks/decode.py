@@ -22,18 +22,20 @@ def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
 def time_depthfx(model: Any, batch: int, length: int, steps: int) -> list[float]:
     """Seconds of each engine turn while ``batch`` requests decode, none finishing or joining."""
     engine = model.engine
-    sampling = depthfx.SamplingParams(max_new_tokens=steps + 8)
-    for prompt in prompts(batch, length, model.config.vocab_size):
-        engine.add(prompt, sampling)
-    seen: dict[str, int] = {}
-    while len(seen) < batch or min(seen.values()) < 4:
-        for output in engine.step():
-            seen[output.request_id] = seen.get(output.request_id, 0) + len(output.new_token_ids)
+    sampling = depthfx.SamplingParams(max_new_tokens=4096)
+    waiting = {engine.add(prompt, sampling) for prompt in prompts(batch, length, model.config.vocab_size)}
+    everyone = set(waiting)
+    while waiting:
+        waiting -= {output.request_id for output in engine.step()}
+    for _ in range(4):
+        engine.step()
     times = []
-    for _ in range(steps - max(seen.values()) - 1):
+    for _ in range(steps):
         start = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - start)
+    for request_id in everyone:
+        engine.abort(request_id)
     while engine.has_unfinished():
         engine.step()
     return times

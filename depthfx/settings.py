@@ -34,7 +34,7 @@ class Settings:
     # scheduling
     max_batch_size: int | None = None  # requests that decode together; None: 256 on CUDA, 32 on a CPU
     max_batch_tokens: int | None = None  # packed rows of one step; None: 8192 on CUDA, 512 on a CPU
-    max_chunk_tokens: int | None = None  # prefill rows of a step that also decodes; None: 2048 on CUDA, 256 on a CPU
+    max_chunk_tokens: int | None = None  # rows of a step that decodes and prefills; None: 2048 on CUDA, 256 on a CPU
     max_model_len: int | None = None  # context of one request; None: the model's
     lookahead: bool | None = None  # plan the next step while this one runs; None: on CUDA only
 

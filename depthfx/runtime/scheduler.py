@@ -42,8 +42,8 @@ class _Step:
 class Scheduler:
     """Plans steps over the requests it was given.
 
-    ``max_batch_size`` requests are admitted at a time, ``max_batch_tokens`` rows make a step, at most
-    ``max_chunk_tokens`` of them prefill rows if the step also decodes; prompt and output of one request together have
+    ``max_batch_size`` requests are admitted at a time, ``max_batch_tokens`` rows make a step, and only
+    ``max_chunk_tokens`` if it both decodes and prefills (a quarter of them at least for prefill); prompt and output of one request together have
     at most ``max_model_len`` tokens. Raises :class:`SettingError` if these do not fit each other.
     """
 
@@ -146,7 +146,8 @@ class Scheduler:
         decodes = [self._decode_chunk(request, row) for row, request in enumerate(decoding)]
         budget = self.max_batch_tokens - len(decodes)
         if decodes:
-            budget = min(budget, self.max_chunk_tokens)
+            # decode rows count too: a step of exactly max_chunk_tokens rows fills the tiles of its matrix products
+            budget = min(budget, max(self.max_chunk_tokens - len(decodes), self.max_chunk_tokens // 4, 1))
         prefilling: list[Request] = []
         prefills: list[Chunk] = []
         for request in self._prefill_candidates(may_admit=not preempted, idle=not decodes) if budget else ():

@@ -40,8 +40,8 @@ class Limits:
 
     def __str__(self) -> str:
         return (
-            f"batches of {self.max_batch_size} requests and {self.max_batch_tokens} rows, prefill chunks of {self.max_chunk_tokens} rows beside "
-            f"decodes, contexts of {self.max_model_len} tokens"
+            f"batches of {self.max_batch_size} requests and {self.max_batch_tokens} rows ({self.max_chunk_tokens} when decoding "
+            f"and prefilling), contexts of {self.max_model_len} tokens"
         )
 
 

@@ -70,14 +70,25 @@ def test_a_step_with_decodes_bounds_its_prefill_rows():
     scheduler.add(request("b", list(range(100, 160))))
     plan = scheduler.plan()
     assert [c.num_tokens for c in plan.decodes] == [1]
-    assert [(c.start, c.num_tokens, c.samples) for c in plan.prefills] == [(0, 16, False)]
+    assert [(c.start, c.num_tokens, c.samples) for c in plan.prefills] == [(0, 15, False)]  # 16 rows with the decode
     scheduler.commit(result(plan))
     scheduler.abort("a")
     plan = scheduler.plan()  # no decode: the step may use all its rows
-    assert [(c.start, c.num_tokens, c.samples) for c in plan.prefills] == [(16, 40, False)]
+    assert [(c.start, c.num_tokens, c.samples) for c in plan.prefills] == [(15, 40, False)]
     scheduler.commit(result(plan))
     plan = scheduler.plan()
-    assert [(c.start, c.num_tokens, c.samples) for c in plan.prefills] == [(56, 4, True)]
+    assert [(c.start, c.num_tokens, c.samples) for c in plan.prefills] == [(55, 5, True)]
+
+
+def test_many_decodes_leave_a_quarter_of_the_chunk_to_prefill():
+    scheduler = build(tokens=40, chunk=8, batch=8)
+    for name in "abcdefg":
+        scheduler.add(request(name, [7], max_new=20))
+    turn(scheduler)
+    scheduler.add(request("long", list(range(100, 160))))
+    plan = scheduler.plan()
+    assert len(plan.decodes) == 7
+    assert [c.num_tokens for c in plan.prefills] == [2]
 
 
 def test_rows_of_a_step_stay_within_the_budget():
