@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from depthfx.alloc.manager import MemoryManager
-from depthfx.errors import UnsupportedModelError
+from depthfx.errors import UnsupportedModelError, UnsupportedOptionError
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
 from depthfx.runtime.engine import Engine
@@ -47,15 +47,22 @@ def compile(model: PreTrainedModel, settings: Settings | None = None, **override
     return as_depth_model(model, Compiled(engine, report, resolved))
 
 
-def backend(gm: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Callable[..., Any]:
+def backend(
+    gm: torch.fx.GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """``torch.compile(model, backend="depthfx")``: a plain forward, compiled by Inductor as it stands.
 
-    Serving (paged KV, captured steps, continuous batching) needs :func:`compile`, which owns the generation loop.
+    ``options`` are Inductor's. Serving (paged KV, captured steps, continuous batching) needs :func:`compile`, which owns the
+    generation loop.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(gm, example_inputs)
-    return compiled
+    if mode is not None:
+        raise UnsupportedOptionError(
+            f"torch.compile(backend='depthfx', mode={mode!r}): modes belong to the backend 'inductor'; use options"
+        )
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=options)
+    return compiled  # type: ignore[no-any-return]
 
 
 def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> Engine:
@@ -77,7 +84,13 @@ def _build_runner(
 ) -> Runner:
     capture = settings.cuda_graphs if settings.cuda_graphs is not None else device.type == "cuda"
     shape = RunnerShape(
-        program.kv_shape, program.num_heads, program.kv_dtype, num_blocks, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens,
+        program.kv_shape,
+        program.num_heads,
+        program.kv_dtype,
+        num_blocks,
+        limits.num_table_rows,
+        limits.blocks_per_row,
+        limits.max_batch_tokens,
         vocab_size,
     )
     runner = Runner(program, shape, device, decode_buckets(limits.max_batch_size) if capture and device.type == "cuda" else ())
@@ -91,12 +104,16 @@ def _build_runner(
 def _check_model(model: Any) -> None:
     """Refuse what can never be compiled, whatever the settings."""
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"depthfx.compile takes a transformers PreTrainedModel; got {type(model).__module__}.{type(model).__name__}")
+        raise UnsupportedModelError(
+            f"depthfx.compile takes a transformers PreTrainedModel; got {type(model).__module__}.{type(model).__name__}"
+        )
     if hasattr(model, "_depthfx"):
         raise UnsupportedModelError(f"this {type(model).__name__} is compiled already; load it again to compile with other settings")
     devices = {p.device for p in model.parameters()}
     if any(d.type == "meta" for d in devices):
-        raise UnsupportedModelError("the model is on the meta device and has no weights; load it with from_pretrained or move it with to_empty first")
+        raise UnsupportedModelError(
+            "the model is on the meta device and has no weights; load it with from_pretrained or move it with to_empty first"
+        )
     if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"the model is on {sorted(map(str, devices))}; depthfx needs all of it on one CPU or CUDA device")
 
@@ -112,15 +129,28 @@ def _check_architecture(model: PreTrainedModel) -> None:
     if not model.can_generate() or model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} cannot generate text; load it with AutoModelForCausalLM")
     if any(hasattr(m, "_hf_hook") for m in model.modules()):
-        raise UnsupportedModelError(f"{name} carries accelerate hooks (several devices or offloading); load it on one device, without device_map")
+        raise UnsupportedModelError(
+            f"{name} carries accelerate hooks (several devices or offloading); load it on one device, without device_map"
+        )
     text = config.get_text_config()
     experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if getattr(text, n, None)), None)
     if experts is not None and any("experts" in n.rsplit(".", 1)[-1] for n, _ in model.named_modules()):
-        raise UnsupportedModelError(f"{name} is a mixture of experts ({experts}={getattr(text, experts)}); depthfx supports dense decoders so far")
+        raise UnsupportedModelError(
+            f"{name} is a mixture of experts ({experts}={getattr(text, experts)}); depthfx supports dense decoders so far"
+        )
     if getattr(text, "kv_lora_rank", None):
-        raise UnsupportedModelError(f"{name} uses latent attention (MLA, kv_lora_rank={text.kv_lora_rank}); depthfx supports plain K and V so far")
+        raise UnsupportedModelError(
+            f"{name} uses latent attention (MLA, kv_lora_rank={text.kv_lora_rank}); depthfx supports plain K and V so far"
+        )
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
+    if kinds:
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {', '.join(sorted(kinds))}; depthfx supports full and sliding attention so far"
+        )
     dtypes = {p.dtype for p in model.parameters()}
     if len(dtypes) != 1 or next(iter(dtypes)) not in (torch.float32, torch.float16, torch.bfloat16):
         raise UnsupportedModelError(f"{name} has parameters in {sorted(map(str, dtypes))}; depthfx needs one of float32, float16, bfloat16")
     if next(iter(dtypes)) is torch.float32 and next(model.parameters()).device.type == "cuda":
-        raise UnsupportedModelError(f"{name} is float32 on CUDA; depthfx attends in float16 or bfloat16 there: load it with dtype=torch.float16")
+        raise UnsupportedModelError(
+            f"{name} is float32 on CUDA; depthfx attends in float16 or bfloat16 there: load it with dtype=torch.float16"
+        )

@@ -34,7 +34,9 @@ def _causal(
     return (weights @ v.float().repeat_interleave(group, 1)).transpose(1, 2).to(q.dtype).contiguous()
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int, softcap: float, sinks: Any) -> torch.Tensor:
+def _fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, scale: float, window: int, softcap: float, sinks: Any
+) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -60,6 +62,19 @@ def hf_attention(
     """Hugging Face ``AttentionInterface`` function: emits the marker; no mask reaches it, padding is never packed."""
     if attention_mask is not None:
         raise UnsupportedModelError("the model passes its own attention mask to attention; depthfx supports causal and windowed masks only")
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to later tokens too (is_causal=False); depthfx supports causal decoders only"
+        )
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds a position bias to its scores; depthfx supports scale, window, softcap and sinks"
+        )
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if kinds and kinds[module.layer_idx] == "sliding_attention" and not sliding_window:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} gives its window to the mask alone; depthfx needs it as the argument sliding_window"
+        )
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     out = torch.ops.depthfx.attention(query, key, value, module.layer_idx, scale, sliding_window or 0, softcap or 0.0, s_aux)
     return out, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,11 +83,11 @@ def capture(model: PreTrainedModel, settings: Settings, target: Target, report: 
         except _StopCaptureError:
             pass
         except (torch._dynamo.exc.TorchDynamoException, torch.fx.experimental.symbolic_shapes.ConstraintViolationError) as error:
-            text = str(error).strip().splitlines()[0][:300]
-            raise UnsupportedModelError(
-                f"the forward of {type(model).__name__} is not one graph: {text}; "
-                "depthfx needs a forward without data-dependent Python (use on_unsupported='eager' to run Hugging Face's own code)"
-            ) from error
+            raise UnsupportedModelError(_why(model, str(error))) from error
+    if not captured:
+        raise UnsupportedModelError(
+            "nothing was captured: torch.compile is switched off here (TORCHDYNAMO_DISABLE, or a stance); switch it on"
+        )
     gm, example_inputs = captured[0]
     context = PassContext(settings, target, report, _fake_mode(gm), None)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
@@ -94,6 +95,18 @@ def capture(model: PreTrainedModel, settings: Settings, target: Target, report: 
     _name_inputs(gm, example_inputs, model, context)
     _drop_bookkeeping(gm)
     return gm, context
+
+
+def _why(model: PreTrainedModel, text: str) -> str:
+    """The reason in a Dynamo error: the refusal of our own attention function if that is what it wraps, else its first line."""
+    ours = re.search(r"raised exception UnsupportedModelError\((['\"])(.*)\1\)", text)
+    if ours:
+        return f"{type(model).__name__}: {ours.group(2)}"
+    first = text.strip().splitlines()[0][:300]
+    return (
+        f"the forward of {type(model).__name__} is not one graph: {first}; "
+        "depthfx needs a forward without data-dependent Python (use on_unsupported='eager' to run Hugging Face's own code)"
+    )
 
 
 @contextmanager

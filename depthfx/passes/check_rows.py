@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from depthfx.errors import UnsupportedModelError
-from depthfx.passes.context import PassContext, shape_of
+from depthfx.passes.context import PassContext, module_path, shape_of, value_of
 
 # Ops that work element by element (with broadcasting).
 _POINTWISE = frozenset(
@@ -20,7 +20,11 @@ _POINTWISE = frozenset(
 )
 _REDUCTIONS = frozenset("mean sum amax amin max min var std norm softmax log_softmax cumsum prod logsumexp".split())
 _RESHAPES = frozenset("view reshape flatten unflatten squeeze unsqueeze view_as _unsafe_view".split())
-_MOVES = frozenset("transpose permute expand expand_as movedim swapaxes t repeat_interleave split chunk unbind split_with_sizes narrow repeat".split())
+_MOVES = frozenset(
+    "transpose permute expand expand_as movedim swapaxes t repeat_interleave split chunk unbind split_with_sizes narrow repeat".split()
+)
+# Ops that make one value for all rows out of nothing but sizes and constants.
+_CONSTANTS = frozenset("zeros ones full empty expand broadcast_to new_zeros new_ones new_full new_empty".split())
 _SIZES = frozenset("sym_size size sym_size.int floordiv getattr".split())
 
 
@@ -33,13 +37,16 @@ def check_rows(gm: fx.GraphModule, ctx: PassContext) -> None:
     after_layers = False
     for node in gm.graph.nodes:
         after_layers = after_layers or node is ctx.layers[-1].hidden_out
-        if node.op in ("placeholder", "output") or not any(_row_dims(i, ctx) for i in node.all_input_nodes):
+        if node.op in ("placeholder", "output"):
             continue
-        reason = _reason(node, ctx, after_layers)
+        from_rows = any(_has_rows(value_of(i), ctx) for i in node.all_input_nodes)
+        reason = _reason(node, ctx, after_layers) if from_rows else _check_made(node, ctx)
         if reason:
             stack = list(node.meta.get("nn_module_stack", {}).values())
-            where = f"{stack[-1][0]} ({getattr(stack[-1][1], '__name__', stack[-1][1])})" if stack else "the model"
-            raise UnsupportedModelError(f"{_name(node)} ({node.name}) in {where} {reason}; depthfx needs layers that treat each token alone outside attention")
+            where = f"{module_path(stack[-1][0])} ({getattr(stack[-1][1], '__name__', stack[-1][1])})" if stack else "the model"
+            raise UnsupportedModelError(
+                f"{_name(node)} ({node.name}) in {where} {reason}; depthfx needs layers that treat each token alone outside attention"
+            )
     ctx.report.add("checked", "every op outside attention treats rows independently")
 
 
@@ -51,7 +58,36 @@ def _name(node: fx.Node) -> str:
 
 def _row_dims(node: Any, ctx: PassContext) -> list[int]:
     shape = shape_of(node)
-    return [] if shape is None else [i for i, s in enumerate(shape) if isinstance(s, torch.SymInt) and ctx.row_symbol in s.node.expr.free_symbols]
+    return (
+        []
+        if shape is None
+        else [i for i, s in enumerate(shape) if isinstance(s, torch.SymInt) and ctx.row_symbol in s.node.expr.free_symbols]
+    )
+
+
+def _has_rows(value: Any, ctx: PassContext) -> bool:
+    """Whether a tensor, or any tensor of a tuple, has a dimension that depends on T."""
+    if isinstance(value, (tuple, list)):
+        return any(_has_rows(v, ctx) for v in value)
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(s, torch.SymInt) and ctx.row_symbol in s.node.expr.free_symbols for s in value.shape
+    )
+
+
+def _is_row_count(node: fx.Node, ctx: PassContext) -> bool:
+    """Whether ``node`` is a number computed from T, the number of rows in a step."""
+    value = value_of(node)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and ctx.row_symbol in value.node.expr.free_symbols
+
+
+def _check_made(node: fx.Node, ctx: PassContext) -> str | None:
+    """A tensor with a row dimension that was made without reading rows: it must be the same for every row."""
+    if not _row_dims(node, ctx):
+        return None
+    if _name(node) not in _CONSTANTS:
+        return "numbers or draws rows by their place in the step"
+    filled = _name(node) in ("full", "new_full") and any(isinstance(a, fx.Node) and _is_row_count(a, ctx) for a in node.args[1:])
+    return "uses the number of rows as a value" if filled else None
 
 
 def _reason(node: fx.Node, ctx: PassContext, after_layers: bool) -> str | None:
@@ -74,6 +110,8 @@ def _reason(node: fx.Node, ctx: PassContext, after_layers: bool) -> str | None:
 def _check_pointwise(node: fx.Node, ctx: PassContext) -> str | None:
     out = len(shape_of(node) or ()) - _row_dims(node, ctx)[0]
     for i in node.all_input_nodes:
+        if _is_row_count(i, ctx):
+            return "uses the number of rows as a value"
         dims = _row_dims(i, ctx)
         if dims and len(shape_of(i) or ()) - dims[0] != out:
             return "broadcasts rows against another dimension"

@@ -83,7 +83,9 @@ def refresh_values(gm: fx.GraphModule, ctx: PassContext) -> None:
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
-            node.meta["example_value"] = node.target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], node.target)(*args[1:], **kwargs)
+            node.meta["example_value"] = (
+                node.target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], node.target)(*args[1:], **kwargs)
+            )
 
 
 def rows(gm: fx.GraphModule, ctx: PassContext, x: fx.Node) -> fx.Node:
@@ -98,10 +100,15 @@ def batched(gm: fx.GraphModule, ctx: PassContext, x: fx.Node) -> fx.Node:
     return call(gm.graph, ctx, x, torch.unsqueeze, x, 0)
 
 
+def module_path(captured: str) -> str:
+    """``L['self'].model.model.layers.1`` as the model's own ``model.layers.1``."""
+    return captured.removeprefix("L['self'].model.")
+
+
 def layer_key(node: fx.Node) -> tuple[str, int] | None:
     """``(list path, index)`` of the outermost numbered module that ``node`` runs in, or None outside all lists."""
     for path, _ in node.meta.get("nn_module_stack", {}).values():
         head, _, last = path.rpartition(".")
         if last.isdigit():
-            return head, int(last)
+            return module_path(head), int(last)
     return None

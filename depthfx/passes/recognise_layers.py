@@ -6,7 +6,7 @@ from torch import fx
 
 from depthfx.errors import UnsupportedModelError
 from depthfx.passes import attention_marker
-from depthfx.passes.context import LayerSpan, PassContext, layer_key, value_of
+from depthfx.passes.context import LayerSpan, PassContext, layer_key, module_path, value_of
 
 
 def recognise_layers(gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -24,15 +24,18 @@ def recognise_layers(gm: fx.GraphModule, ctx: PassContext) -> None:
         if key is not None and node.op != "placeholder":
             groups.setdefault(key, []).append(node)
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    from_tokens = _depending_on("token_ids", gm)
     spans = []
     for attention in attentions:
         key = layer_key(attention)
         if key is None:
             raise UnsupportedModelError(f"attention node {attention.name} is not inside a numbered list of layers")
-        spans.append(_span(key, groups[key], attention, order))
+        spans.append(_span(key, groups[key], attention, order, from_tokens))
     indices = [s.index for s in spans]
     if indices != list(range(len(spans))) or len({s.path.rpartition(".")[0] for s in spans}) != 1:
-        raise UnsupportedModelError(f"decoder layers are numbered {indices}; expected one list 0..{len(spans) - 1} with one attention call each")
+        raise UnsupportedModelError(
+            f"decoder layers are numbered {indices}; expected one list 0..{len(spans) - 1} with one attention call each"
+        )
     for before, after in zip(spans, spans[1:], strict=False):
         if after.hidden_in is not before.hidden_out:
             raise UnsupportedModelError(f"layer {after.index} reads {after.hidden_in.name}, not the output of layer {before.index}")
@@ -44,10 +47,12 @@ def _is_marker(node: fx.Node) -> bool:
     return node.op == "call_function" and str(node.target) in ("depthfx.attention", "depthfx.attention.default")
 
 
-def _span(key: tuple[str, int], nodes: list[fx.Node], attention: fx.Node, order: dict[fx.Node, int]) -> LayerSpan:
+def _span(
+    key: tuple[str, int], nodes: list[fx.Node], attention: fx.Node, order: dict[fx.Node, int], from_tokens: set[fx.Node]
+) -> LayerSpan:
     path, index = f"{key[0]}.{key[1]}", key[1]
     stack = list(attention.meta["nn_module_stack"].values())
-    class_name = next(getattr(c, "__name__", str(c)) for p, c in stack if p == path)
+    class_name = next(getattr(c, "__name__", str(c)) for p, c in stack if module_path(p) == path)
     first, last = order[nodes[0]], order[nodes[-1]]
     inside = set(nodes)
     if last - first + 1 != len(nodes):
@@ -57,12 +62,18 @@ def _span(key: tuple[str, int], nodes: list[fx.Node], attention: fx.Node, order:
         raise UnsupportedModelError(f"layer {path} ({class_name}) calls attention {sum(_is_marker(n) for n in nodes)} times; expected once")
     outputs = [n for n in nodes if any(u not in inside for u in n.users)]
     if len(outputs) != 1:
-        raise UnsupportedModelError(f"layer {path} ({class_name}) hands on {len(outputs)} tensors ({', '.join(o.name for o in outputs)}); expected one")
+        raise UnsupportedModelError(
+            f"layer {path} ({class_name}) hands on {len(outputs)} tensors ({', '.join(o.name for o in outputs)}); expected one"
+        )
     shape = value_of(outputs[0]).shape
-    inputs = {i for n in nodes for i in n.all_input_nodes if i not in inside and i.op != "placeholder"}
-    hidden = [i for i in inputs if getattr(value_of(i), "shape", None) == shape]
+    inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside)
+    # cos and sin may have this shape as well, but they come from positions alone
+    hidden = [i for i in inputs if i in from_tokens and getattr(value_of(i), "shape", None) == shape]
     if len(hidden) != 1:
-        raise UnsupportedModelError(f"layer {path} ({class_name}) reads {len(hidden)} tensors of the shape of its output; expected one")
+        names = ", ".join(h.name for h in hidden)
+        raise UnsupportedModelError(
+            f"layer {path} ({class_name}) reads {len(hidden)} hidden states ({names}); expected the layer before it alone"
+        )
     _, k, v = attention.args[:3]
     if value_of(k).shape[-1] != value_of(v).shape[-1]:
         raise UnsupportedModelError(
@@ -70,9 +81,16 @@ def _span(key: tuple[str, int], nodes: list[fx.Node], attention: fx.Node, order:
             "(latent attention, MLA); depthfx supports equal widths only"
         )
     project = _backward_slice([k, v], inside)
-    if attention in project:
-        raise UnsupportedModelError(f"layer {path} ({class_name}) computes K or V from its own attention output")
     return LayerSpan(index, path, class_name, tuple(nodes), attention, hidden[0], outputs[0], len(project))
+
+
+def _depending_on(name: str, gm: fx.GraphModule) -> set[fx.Node]:
+    """All nodes that the input ``name`` flows into."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.name == name or any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _backward_slice(roots: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:

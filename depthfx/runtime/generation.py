@@ -88,7 +88,9 @@ def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> 
     if attention_mask is None:
         return rows
     if attention_mask.dim() != 2 or attention_mask.shape != input_ids.shape:
-        raise InvalidRequestError(f"attention_mask has shape {tuple(attention_mask.shape)}; it must be the shape of input_ids, {tuple(input_ids.shape)}")
+        raise InvalidRequestError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be the shape of input_ids, {tuple(input_ids.shape)}"
+        )
     prompts = []
     for number, (row, mask) in enumerate(zip(rows, attention_mask.tolist(), strict=True)):
         first = next((i for i, m in enumerate(mask) if m), len(mask))
@@ -187,7 +189,9 @@ def generate_batch(
     if reason is not None:
         return model._without_engine(reason, "generate_batch", inputs, generation_config, **kwargs)
     prompts = [list(p) for p in inputs for _ in range(config.num_return_sequences or 1)]
-    results = [GenerationOutput(request_id=f"req_{n}", prompt_ids=p, timestamps=[] if record_timestamps else None) for n, p in enumerate(prompts)]
+    results = [
+        GenerationOutput(request_id=f"req_{n}", prompt_ids=p, timestamps=[] if record_timestamps else None) for n, p in enumerate(prompts)
+    ]
     eos = config._eos_token_tensor.flatten().tolist() if config._eos_token_tensor is not None else []
     with model.engine.collect([]) as rows:
         for number, prompt in enumerate(prompts):

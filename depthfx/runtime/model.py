@@ -42,7 +42,9 @@ class DepthModel:
     def engine(self) -> Engine:
         """The continuous-batching engine: ``add``, ``step``, ``stream``, ``abort``, ``stats``."""
         if self._depthfx.engine is None:
-            raise UnsupportedOptionError("this model was not compiled and has no engine; explain() gives the reason, generate() still works")
+            raise UnsupportedOptionError(
+                "this model was not compiled and has no engine; explain() gives the reason, generate() still works"
+            )
         return self._depthfx.engine
 
     def explain(self) -> str:
@@ -72,7 +74,9 @@ class DepthModel:
         return self._without_engine("num_beams > 1 (beam search)", "_beam_search", *args, **kwargs)
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        return self._without_engine("assistant_model or prompt_lookup_num_tokens (assisted decoding)", "_assisted_decoding", *args, **kwargs)
+        return self._without_engine(
+            "assistant_model or prompt_lookup_num_tokens (assisted decoding)", "_assisted_decoding", *args, **kwargs
+        )
 
     def _without_engine(self, option: str, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._depthfx.settings.on_unsupported == "raise":
@@ -81,7 +85,9 @@ class DepthModel:
                 "to run Hugging Face's own loop for such calls"
             )
         if generation.given_generator() is not None:
-            raise UnsupportedOptionError(f"generate: generator is not supported with {option}, which Hugging Face's loop runs; use torch.manual_seed")
+            raise UnsupportedOptionError(
+                f"generate: generator is not supported with {option}, which Hugging Face's loop runs; use torch.manual_seed"
+            )
         if option not in self._depthfx.report.sections.get("run by Hugging Face", []):
             self._depthfx.report.add("run by Hugging Face", option)
         hugging_face = next(c for c in type(self).__mro__ if c is not type(self) and not issubclass(c, DepthModel) and hasattr(c, method))
