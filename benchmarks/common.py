@@ -15,8 +15,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
 SHAPES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama3-8b": (

@@ -21,7 +21,7 @@ from depthfx.runtime.sizing import Limits, derive_limits, size_kv_blocks
 from depthfx.settings import Settings
 
 
-def compile(model: PreTrainedModel, settings: Settings | None = None, **overrides: Any) -> Any:  # noqa: A001 - mirrors torch.compile
+def compile(model: PreTrainedModel, settings: Settings | None = None, **overrides: Any) -> Any:
     """Compile a Hugging Face decoder model in place and return it.
 
     ``settings`` or single settings by name (see :class:`depthfx.Settings`) say how. The result is the same object: use

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -22,7 +22,7 @@ def compile_with_inductor(piece: fx.GraphModule, example_inputs: list[Any], fake
     patches = {"triton.cudagraphs": False, "reorder_for_locality": False, "fx_graph_cache": True}
     before = _symbols(example_inputs)
     with tracing(TracingContext(fake_mode)), torch.no_grad():
-        compiled: Callable[..., Any] = compile_fx(piece, example_inputs, config_patches=patches)
+        compiled = cast("Callable[..., Any]", compile_fx(piece, example_inputs, config_patches=patches))
     if _symbols(example_inputs) != before:
         raise GraphError(f"Inductor fixed a number of rows: sizes {before} became {_symbols(example_inputs)}; compile with inductor=False")
     return compiled

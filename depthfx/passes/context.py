@@ -48,6 +48,8 @@ class PassContext:
     num_positions: int = 0  # longest context
     kv_shape: KvShape | None = None
     num_heads: int = 0  # query heads, the largest of any layer
+    # results of `fake_value`: layers repeat the same calls on values of the same shape
+    fake_values: dict[Any, Any] = field(default_factory=dict)
 
 
 Pass = Callable[[fx.GraphModule, PassContext], None]
@@ -67,10 +69,9 @@ def shape_of(node: Any) -> tuple[Any, ...] | None:
 def call(graph: fx.Graph, ctx: PassContext, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """Insert ``target(*args, **kwargs)`` at the insertion point, with its fake value and the module stack of ``like``."""
     node = graph.call_function(target, args, kwargs)
-    real = fx.map_arg((args, kwargs), value_of)
     # without the Python dispatcher, C++ ops would read symbolic sizes as numbers and fix them
     with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
-        node.meta["example_value"] = target(*real[0], **real[1])
+        node.meta["example_value"] = _fake_value(node, ctx)
     if "nn_module_stack" in like.meta:
         node.meta["nn_module_stack"] = like.meta["nn_module_stack"]
     return node
@@ -78,14 +79,47 @@ def call(graph: fx.Graph, ctx: PassContext, like: fx.Node, target: Callable[...,
 
 def refresh_values(gm: fx.GraphModule, ctx: PassContext) -> None:
     """Recompute every node's fake value from its inputs: a rewrite upstream may have changed strides."""
-    for node in gm.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-        with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
-            node.meta["example_value"] = (
-                node.target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], node.target)(*args[1:], **kwargs)
-            )
+    with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
+        for node in gm.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                node.meta["example_value"] = _fake_value(node, ctx)
+
+
+def _fake_value(node: fx.Node, ctx: PassContext) -> Any:
+    """What ``node`` yields for its inputs' fake values; nodes of equal calls share one object."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    key = (node.target, _key(args), _key(kwargs))
+    if key not in ctx.fake_values:
+        function = node.target if callable(node.target) else getattr(args[0], str(node.target))
+        ctx.fake_values[key] = function(*(args if callable(node.target) else args[1:]), **kwargs)
+    return ctx.fake_values[key]
+
+
+def _key(value: Any) -> Any:
+    """A hashable form of an argument in which a tensor counts by its layout alone."""
+    if isinstance(value, torch.Tensor):
+        layout = (*value.shape, None, *value.stride(), value.storage_offset())
+        return (value.dtype, value.device, *map(_key, layout))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(value), value.node.expr)
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_key, value))
+    if isinstance(value, dict):
+        return tuple((k, _key(v)) for k, v in value.items())
+    if isinstance(value, slice):
+        return (slice, _key(value.start), _key(value.stop), _key(value.step))
+    return (type(value), value)
+
+
+def erase_unused(node: fx.Node) -> None:
+    """Erase ``node`` if nothing uses it, then its inputs likewise: dead code elimination that touches one chain alone."""
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current.op in ("call_function", "call_method") and not current.users and not current._erased and not current.is_impure():
+            inputs = current.all_input_nodes
+            current.graph.erase_node(current)
+            pending.extend(inputs)
 
 
 def rows(gm: fx.GraphModule, ctx: PassContext, x: fx.Node) -> fx.Node:

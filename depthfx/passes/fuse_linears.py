@@ -28,6 +28,7 @@ def fuse_linears(gm: fx.GraphModule, ctx: PassContext) -> None:
             if len(linears) > 1 and _movable(linears):
                 _join(gm, ctx, linears, has_bias)
                 count += 1
+    gm.graph.eliminate_dead_code()
     ctx.report.add("rewritten", f"{count} groups of linears that share an input: one linear each")
 
 
@@ -56,7 +57,6 @@ def _join(gm: fx.GraphModule, ctx: PassContext, linears: list[fx.Node], has_bias
             node.replace_all_uses_with(part)
     for node in linears:
         gm.graph.erase_node(node)
-    gm.graph.eliminate_dead_code()
 
 
 def _concatenate(gm: fx.GraphModule, ctx: PassContext, parts: list[fx.Node]) -> fx.Node:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from depthfx.lowering import ops
-from depthfx.passes.context import PassContext, batched, call, rows, shape_of, value_of
+from depthfx.passes.context import PassContext, batched, call, erase_unused, rows, shape_of, value_of
 from depthfx.passes.match import dtype_of, is_cast, is_op, operands, other
 
 
@@ -30,18 +31,18 @@ def match_rms_norm(out: fx.Node, ctx: PassContext) -> RmsNorm | None:
     weight = next((a for a in operands(out) if isinstance(a, fx.Node) and a.name in ctx.weights), None)
     if weight is None or len(shape_of(weight) or ()) != 1:
         return None
-    scaled = other(out, weight)
+    scaled: Any = other(out, weight)
     if is_cast(scaled):
         scaled = scaled.args[0]
     if not is_op(scaled, "mul"):
         return None
-    rsqrt = next((a for a in operands(scaled) if is_op(a, "rsqrt")), None)
-    wide = other(scaled, rsqrt)
-    added = rsqrt.args[0] if rsqrt is not None else None
+    rsqrt: Any = next((a for a in operands(scaled) if is_op(a, "rsqrt")), None)
+    wide: Any = other(scaled, rsqrt)
+    added: Any = rsqrt.args[0] if rsqrt is not None else None
     if not is_op(added, "add") or not isinstance(added.args[1], float) or not is_cast(wide, torch.float32):
         return None
     mean = added.args[0]
-    power = mean.args[0] if is_op(mean, "mean") else None
+    power: Any = mean.args[0] if is_op(mean, "mean") else None
     last = {mean.kwargs.get("dim"), *mean.args[1:]} if power is not None else set()
     if not (last & {-1, (-1,)}) or not is_op(power, "pow") or power.args[:2] != (wide, 2):
         return None
@@ -70,7 +71,7 @@ def fuse_norms(gm: fx.GraphModule, ctx: PassContext) -> None:
                 new = batched(gm, ctx, call(gm.graph, ctx, node, ops.RMS_NORM, rows(gm, ctx, norm.x), norm.weight, norm.eps))
                 plain += 1
         node.replace_all_uses_with(new)
-        gm.graph.eliminate_dead_code()
+        erase_unused(node)
     ctx.report.add("rewritten", f"RMS norms: {plain} alone, {joined} with the residual addition before them")
 
 

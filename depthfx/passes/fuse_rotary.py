@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from depthfx.lowering import ops
-from depthfx.passes.context import PassContext, call, rows, shape_of
+from depthfx.passes.context import PassContext, call, erase_unused, rows, shape_of
 from depthfx.passes.fuse_norms import RmsNorm, match_rms_norm
 from depthfx.passes.match import is_op, operands, other, skip
 
@@ -66,10 +65,14 @@ def _fuse(gm: fx.GraphModule, ctx: PassContext, append: fx.Node, attend: fx.Node
     norms = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else (None, None, 0.0)
     with gm.graph.inserting_before(append):
         cos, sin, joined = (rows(gm, ctx, x) for x in (query.cos, query.sin, q_part.joined))
-        q = call(gm.graph, ctx, append, ops.ROTARY_APPEND, joined, cos, sin, *norms, pool, number, *tables, num_heads, num_kv_heads, head_dim)
+        q = call(
+            gm.graph, ctx, append, ops.ROTARY_APPEND, joined, cos, sin, *norms, pool, number, *tables, num_heads, num_kv_heads, head_dim
+        )
+    before = (attend.args[0], k, v)
     attend.replace_input_with(attend.args[0], q)  # type: ignore[arg-type]
     gm.graph.erase_node(append)
-    gm.graph.eliminate_dead_code()
+    for node in before:
+        erase_unused(node)
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,9 +45,11 @@ def _follows_from_positions(gm: fx.GraphModule, ctx: PassContext) -> set[fx.Node
     """Nodes whose inputs are all positions, weights, sizes or each other."""
     inside: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and (node.name == "positions" or node.name in ctx.weights):
-            inside.add(node)
-        elif is_op(node, "sym_size", "sym_size.int") or (node.op in ("call_function", "call_method") and set(node.all_input_nodes) <= inside):
+        if (
+            (node.op == "placeholder" and (node.name == "positions" or node.name in ctx.weights))
+            or is_op(node, "sym_size", "sym_size.int")
+            or (node.op in ("call_function", "call_method") and set(node.all_input_nodes) <= inside)
+        ):
             inside.add(node)
     return inside
 
@@ -55,10 +58,8 @@ def _worth_a_table(node: fx.Node, ctx: PassContext) -> bool:
     value = value_of(node)
     if node.op == "placeholder" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
-    dims = [d for d in value.shape if isinstance(d, torch.SymInt)]
-    elements = 1
-    for d in value.shape:
-        elements *= d if isinstance(d, int) else 1
+    dims: list[Any] = [d for d in value.shape if isinstance(d, torch.SymInt)]
+    elements = math.prod(d for d in value.shape if isinstance(d, int))
     return len(dims) == 1 and dims[0].node.expr == ctx.row_symbol and elements <= _MAX_ROW_ELEMENTS
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from depthfx.lowering import ops
-from depthfx.passes.context import PassContext, batched, call, rows, shape_of
+from depthfx.passes.context import PassContext, batched, call, erase_unused, rows, shape_of
 from depthfx.passes.match import is_op, operands, other
 
 
@@ -25,7 +25,7 @@ def use_gated_linear(gm: fx.GraphModule, ctx: PassContext) -> None:
         with gm.graph.inserting_before(node):
             out = call(gm.graph, ctx, node, ops.GATED_LINEAR, rows(gm, ctx, linear.args[0]), linear.args[1], activation)  # type: ignore[arg-type]
             node.replace_all_uses_with(batched(gm, ctx, out))
-        gm.graph.eliminate_dead_code()
+        erase_unused(node)
         count += 1
     ctx.report.add("rewritten", f"{count} gated MLPs: activation inside the linear")
 

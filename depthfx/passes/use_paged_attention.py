@@ -67,7 +67,9 @@ def _rewrite(gm: fx.GraphModule, ctx: PassContext, marker: fx.Node, number: int,
         tables = [inputs[name] for name in ("positions", "table_rows", "block_tables")]
         call(graph, ctx, marker, ops.KV_APPEND, heads(k), heads(v), inputs["kv_pool"], number, *tables)
         prefill = [inputs[name] for name in ("chunk_starts", "tile_chunks", "tile_starts", "num_decode_rows")]
-        out = call(graph, ctx, marker, ops.PAGED_ATTENTION, heads(q), inputs["kv_pool"], number, *tables, *prefill, scale, window, softcap, sinks)
+        out = call(
+            graph, ctx, marker, ops.PAGED_ATTENTION, heads(q), inputs["kv_pool"], number, *tables, *prefill, scale, window, softcap, sinks
+        )
         result = batched(gm, ctx, out)
     marker.replace_all_uses_with(result)
     graph.erase_node(marker)

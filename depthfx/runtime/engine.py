@@ -165,7 +165,12 @@ class Engine:
             raise InvalidRequestError("external=True: a stream cannot wait for tokens from outside; use add(), step() and push_token()")
 
     def _add(
-        self, prompt: Iterable[int], sampling: SamplingParams | None, request_id: str | None, stop_check: StopCheck | None, mailbox: deque[RequestOutput] | None
+        self,
+        prompt: Iterable[int],
+        sampling: SamplingParams | None,
+        request_id: str | None,
+        stop_check: StopCheck | None,
+        mailbox: deque[RequestOutput] | None,
     ) -> str:
         sampling = SamplingParams() if sampling is None else sampling
         check_sampling(sampling)

@@ -146,4 +146,3 @@ class Runner:
         done = torch.cuda.Event()
         done.record()
         return Launched(plan, host, done, logits)
-

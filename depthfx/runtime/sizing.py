@@ -108,7 +108,9 @@ def _measure_activations(model: Any, program: Any, limits: Limits, device: torch
     )
     runner = Runner(program, shape, device, ())
     sampling = SamplingParams()
-    lengths = [min(limits.max_model_len, limits.max_batch_tokens)] * (limits.max_batch_tokens // min(limits.max_model_len, limits.max_batch_tokens))
+    lengths = [min(limits.max_model_len, limits.max_batch_tokens)] * (
+        limits.max_batch_tokens // min(limits.max_model_len, limits.max_batch_tokens)
+    )
     chunks = tuple(Chunk(f"warm-up {i}", 0, 0, (0,) * n, -1, True, 0, sampling) for i, n in enumerate(lengths))
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -18,6 +18,7 @@ _RING = 3  # host buffers in rotation: the step in flight, the one being planned
 class Uploaded:
     """Device views of one step's integers, int32; see :class:`depthfx.records.StepInputs` for the meanings."""
 
+    num_decode_rows: int
     token_ids: torch.Tensor  # [T], 0 where the token is still on the device
     source: torch.Tensor  # [T], sampled row of the step before, or -1
     positions: torch.Tensor  # [T]
@@ -28,7 +29,6 @@ class Uploaded:
     chunk_starts: torch.Tensor  # [C + 1]
     tile_chunks: torch.Tensor  # [Q]
     tile_starts: torch.Tensor  # [Q]
-    num_decode_rows: int
 
 
 class Staging:
@@ -68,7 +68,7 @@ class Staging:
         else:
             self._device[:at].copy_(host[:at], non_blocking=True)
             views = [self._device[a : a + n] for a, n in places]
-        return Uploaded(*views, num_decode_rows=len(plan.decodes) if pad_to is None else pad_to)
+        return Uploaded(len(plan.decodes) if pad_to is None else pad_to, *views)
 
     def token_buffer(self) -> torch.Tensor:
         """Host buffer for the tokens of the step that was uploaded last."""
@@ -76,7 +76,7 @@ class Staging:
 
 
 def _pack(plan: StepPlan, pad_to: int | None, columns: int, trash: int) -> tuple[np.ndarray, ...]:
-    """The fields of :class:`Uploaded` in order; padding writes of the block tables go to place ``trash``, past the end."""
+    """The tensors of :class:`Uploaded` in order; padding writes of the block tables go to place ``trash``, past the end."""
     chunks = plan.decodes + plan.prefills
     lengths = [c.num_tokens for c in chunks]
     token_ids = [t for c in chunks for t in (c.token_ids or (0,))]

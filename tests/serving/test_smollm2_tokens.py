@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.serving.prompts import fifty_prompts
 
 import depthfx
+from tests.serving.prompts import fifty_prompts
 
 NEW = 12
 
