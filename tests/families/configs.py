@@ -38,9 +38,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(hf.Qwen3Config, {"head_dim": 16}),
     "phi3": Family(hf.Phi3Config),
     "gemma2": Family(hf.Gemma2Config, {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
-    "gemma3_text": Family(
-        hf.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}
-    ),
+    "gemma3_text": Family(hf.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}),
     "olmo2": Family(hf.Olmo2Config),
     "granite": Family(
         hf.GraniteConfig, {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 2.0}
@@ -63,13 +61,14 @@ def randomised(config: Any, dtype: torch.dtype = torch.float32, device: str = "c
     """A model with seeded weights: matrices large enough to tell tokens apart, norms and biases off their neutral values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        # "eager": scaled_dot_product_attention would leave out the soft cap of Gemma 2
+        model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
-                    parameter.mul_(3)
+                    parameter.mul_(6)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.to(device=device, dtype=dtype)
