@@ -112,13 +112,14 @@ def environment(device: torch.device) -> dict[str, str]:
     return {"device": name, "python": platform.python_version(), **versions, "command": " ".join(["python3", *sys.argv])}
 
 
-def write_results(name: str, rows: list[dict[str, Any]], device: torch.device) -> None:
-    """JSON beside the dated notes, or under ``$OUT`` where that is set."""
+def write_results(name: str, rows: list[dict[str, Any]], device: torch.device) -> Path:
+    """JSON beside the dated notes, or under ``$OUT`` where that is set; returns the path without its ending, for a picture."""
     folder = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
     folder.mkdir(parents=True, exist_ok=True)
     stamp = datetime.date.today().isoformat()
     path = folder / f"{stamp}-{name}.json"
     path.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1))
+    return path.with_suffix("")
 
 
 def print_table(rows: list[dict[str, Any]], columns: list[str]) -> None:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import common
+import plots
 import torch
 
 import depthfx
@@ -141,7 +142,12 @@ def main() -> None:
     if "prefill" in args.arms:
         add("depthfx", 8, "prompt tokens/s, 8 x 2048", time_prefill(model, 8, 2048))
     common.print_table(rows, ["arm", "batch", "what", "median", "p10", "p90"])
-    common.write_results(f"decode-{args.shape}", rows, device)
+    base = common.write_results(f"decode-{args.shape}", rows, device)
+    steps = [r for r in rows if r["what"] == "ms a step"]
+    floor = next((r["median"] for r in rows if r["what"].startswith("ms a step: weights")), None)
+    if steps:
+        title = f"Decode, {args.shape}, prompt {args.prompt}: ms a step (lower is better)"
+        plots.bars(base.with_suffix(".png"), title, "ms a step", steps, "batch", "median", floor)
 
 
 if __name__ == "__main__":

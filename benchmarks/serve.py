@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import common
+import plots
 import torch
 
 import depthfx
@@ -90,7 +91,9 @@ def main() -> None:
         stats = model.engine.stats()
         print(f"exposed host {stats.exposed_seconds_per_step * 1e3:.3f} ms a step, host {stats.host_seconds_per_step * 1e3:.3f}")
     common.print_table(rows, ["arm", "requests", "tokens/s", "seconds", "mean TTFT s", "p99 TTFT s", "largest gap ms"])
-    common.write_results(f"serve-{args.shape}", rows, device)
+    base = common.write_results(f"serve-{args.shape}", rows, device)
+    title = f"{args.shape}: requests of {args.prompt} + {args.new} tokens, all at once (higher is better)"
+    plots.bars(base.with_suffix(".png"), title, "output tokens a second", rows, "requests", "tokens/s")
 
 
 if __name__ == "__main__":
