@@ -49,7 +49,7 @@ def _fresh_forward(model: PreTrainedModel) -> _PackedForward:
 
 
 class _StopCaptureError(Exception):
-    """Raised in place of running the captured graph."""
+    """Raised in place of compiling the captured graph: Dynamo's guards and bytecode, which it would make next, are not needed."""
 
 
 def capture(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext]:
@@ -59,15 +59,30 @@ def capture(model: PreTrainedModel, settings: Settings, target: Target, report: 
     input for each weight (``context.weights`` names them), and output logits ``[R, vocabulary]``.
     Raises :class:`UnsupportedModelError` with the reason where the forward is not one graph.
     """
+    gm, example_inputs = _trace(model)
+    context = PassContext(settings, target, report, _fake_mode(gm), None)
+    context.num_positions = longest_context(model, settings)
+    _name_inputs(gm, example_inputs, model, context)
+    _drop_bookkeeping(gm)
+    return gm, context
+
+
+def longest_context(model: PreTrainedModel, settings: Settings) -> int:
+    """Positions that a request may reach: the model's, or fewer where the settings say so."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
+    return min(settings.max_model_len or longest, longest)
+
+
+def _trace(model: PreTrainedModel) -> tuple[fx.GraphModule, list[Any]]:
+    """Dynamo's graph of the forward and the values of its inputs, both row counts still open."""
     captured: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                node.meta["read_from"] = node.meta["grapharg"].source.name  # Dynamo takes `grapharg` away when it ends
         captured.append((gm, example_inputs))
-
-        def stop(*args: Any) -> Any:
-            raise _StopCaptureError
-
-        return stop
+        raise _StopCaptureError
 
     device = next(model.parameters()).device
     inputs = [
@@ -77,24 +92,46 @@ def capture(model: PreTrainedModel, settings: Settings, target: Target, report: 
     ]
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
-    with _attention_of(model), torch.no_grad():
+    with _attention_of(model), torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False):
         try:
             torch.compile(_fresh_forward(model), backend=keep, fullgraph=True)(*inputs)
-        except _StopCaptureError:
-            pass
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, _StopCaptureError):
+                raise
         except (torch._dynamo.exc.TorchDynamoException, torch.fx.experimental.symbolic_shapes.ConstraintViolationError) as error:
             raise UnsupportedModelError(_why(model, str(error))) from error
     if not captured:
         raise UnsupportedModelError(
             "nothing was captured: torch.compile is switched off here (TORCHDYNAMO_DISABLE, or a stance); switch it on"
         )
-    gm, example_inputs = captured[0]
-    context = PassContext(settings, target, report, _fake_mode(gm), None)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
-    context.num_positions = min(settings.max_model_len or longest, longest)
-    _name_inputs(gm, example_inputs, model, context)
-    _drop_bookkeeping(gm)
-    return gm, context
+    _check_open(model, captured[0][0])
+    return captured[0]
+
+
+# Row counts at which every condition that the trace relied on has to hold.
+_TRIED_ROWS = (1, 2, 3, 7, 16, 23, 25, 100, 512, 8192)
+
+
+def _check_open(model: PreTrainedModel, gm: fx.GraphModule) -> None:
+    """Refuse a graph that holds for some numbers of rows only; Dynamo itself would notice a fixed number with its guards."""
+    name = type(model).__name__
+    inputs = {n.name: n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"}
+    symbols: list[Any] = []
+    for argument in ("token_ids", "logit_rows"):
+        size = next((v.shape[0] for key, v in inputs.items() if key.startswith(f"l_{argument}")), None)
+        if not isinstance(size, torch.SymInt) or not size.node.expr.is_Symbol or size.node.expr in symbols:
+            raise UnsupportedModelError(
+                f"the forward of {name} works for one number of rows only ({argument} has {size}); depthfx needs one for any number of tokens"
+            )
+        symbols.append(size.node.expr)
+    environment = _fake_mode(gm).shape_env
+    for guard in environment.guards:
+        condition = environment.simplify(guard.expr)
+        if any(condition.subs(dict.fromkeys(symbols, rows)) == False for rows in _TRIED_ROWS):  # noqa: E712 - a sympy value
+            raise UnsupportedModelError(
+                f"the forward of {name} takes another way unless {condition} holds for its number of rows; "
+                "depthfx needs a forward that is the same for any number of tokens"
+            )
 
 
 def _why(model: PreTrainedModel, text: str) -> str:
@@ -148,7 +185,7 @@ def _name_inputs(gm: fx.GraphModule, example_inputs: list[Any], model: PreTraine
             new = next((a for a in arguments if node.name.startswith(f"l_{a}")), None)
             if new is None:
                 raise UnsupportedModelError(
-                    f"the forward of {type(model).__name__} reads {node.meta['grapharg'].source.name} which is neither a parameter nor a buffer"
+                    f"the forward of {type(model).__name__} reads {node.meta['read_from']} which is neither a parameter nor a buffer"
                 )
             sizes[node.meta["example_value"].shape[0].node.expr] = node
         node.name = node.target = new

@@ -32,7 +32,7 @@ def split_pieces(gm: fx.GraphModule, ctx: PassContext, compile_piece: PieceCompi
         piece, inputs, outputs = _outline(gm, run)
         text = print_graph(piece, keep_weight_names=False)
         if text not in compiled:
-            compiled[text] = compile_piece(piece, [n.meta["example_value"] for n in inputs])
+            compiled[text] = compile_piece(piece, _apart([n.meta["example_value"] for n in inputs], ctx))
             ctx.report.add("compiled", f"piece {len(compiled)}: {sum(n.op.startswith('call') for n in piece.graph.nodes)} ops")
         _replace(gm, run, f"piece_{number}", compiled[text], inputs, outputs)
     gm.recompile()
@@ -80,6 +80,19 @@ def _outline(gm: fx.GraphModule, run: list[fx.Node]) -> tuple[fx.GraphModule, li
         env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output(tuple(env[n] for n in outputs))
     return fx.GraphModule(torch.nn.Module(), graph), inputs, outputs
+
+
+def _apart(values: list[Any], ctx: PassContext) -> list[Any]:
+    """``values`` with no tensor object twice: compilers take a second appearance for one and the same input."""
+    seen: set[int] = set()
+    result = []
+    for value in values:
+        if isinstance(value, torch.Tensor) and id(value) in seen:
+            with ctx.fake_mode:
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        seen.add(id(value))
+        result.append(value)
+    return result
 
 
 def _replace(
