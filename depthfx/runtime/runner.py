@@ -136,6 +136,8 @@ class Runner:
             plan = replace(plan, table_writes=plan.table_writes[limit:])
             uploaded = self.staging.upload(first)
             self._tables_flat.index_copy_(0, uploaded.write_places.long(), uploaded.write_blocks)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # the buffers in rotation are for one upload a step
         return plan
 
     def _to_host(self, plan: StepPlan, tokens: torch.Tensor, logits: dict[str, torch.Tensor]) -> Launched:

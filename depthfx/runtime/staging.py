@@ -48,7 +48,7 @@ class Staging:
         self._host = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pin) for _ in range(_RING)]
         self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, pin_memory=pin) for _ in range(_RING)]
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if pin else None
-        self._turn = 0
+        self._turn = self._token_turn = 0
 
     def upload(self, plan: StepPlan, pad_to: int | None = None) -> Uploaded:
         """Pack ``plan`` and copy it to the device; ``pad_to`` pads a pure decode step to a bucket with idle rows."""
@@ -71,8 +71,9 @@ class Staging:
         return Uploaded(len(plan.decodes) if pad_to is None else pad_to, *views)
 
     def token_buffer(self) -> torch.Tensor:
-        """Host buffer for the tokens of the step that was uploaded last."""
-        return self._tokens[self._turn]
+        """Host buffer ``[rows]`` int64 for the tokens of one step; in rotation, apart from the uploads."""
+        self._token_turn = (self._token_turn + 1) % _RING
+        return self._tokens[self._token_turn]
 
 
 def _pack(plan: StepPlan, pad_to: int | None, columns: int, trash: int) -> tuple[np.ndarray, ...]:
