@@ -67,8 +67,8 @@ def backend(
 
 def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> Engine:
     device = next(model.parameters()).device
-    program = build_program(model, settings, "cuda" if device.type == "cuda" else "cpu", report)
     limits = derive_limits(model.config, settings, device)
+    program = build_program(model, settings, "cuda" if device.type == "cuda" else "cpu", report)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     num_blocks = size_kv_blocks(model, program, limits, settings, report)
     runner = _build_runner(program, limits, num_blocks, vocab_size, device, settings, report)

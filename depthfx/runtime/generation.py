@@ -35,7 +35,7 @@ _UNSUPPORTED_ARGUMENTS = {
 # What Hugging Face hands to the decoding loop beside the tokens; any other argument would change the forward.
 _LOOP_ARGUMENTS = frozenset(
     ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "synced_gpus", "streamer",
-     "logits_processor", "stopping_criteria")
+     "logits_processor", "stopping_criteria", "tokenizer", "assistant_tokenizer", "return_dict", "output_attentions", "output_hidden_states")
 )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def generate_batch(
     if unknown:
         raise InvalidRequestError(f"generate_batch: unknown arguments {sorted(unknown)}; allowed are those of GenerationConfig")
     model._prepare_special_tokens(config, True, device="cpu")
-    processors = model._get_logits_processor(config, input_ids_seq_length=0, device="cpu")
+    processors = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
     reason = _unsupported_batch(config, processors)
     if reason is not None:
         return model._without_engine(reason, "generate_batch", inputs, generation_config, **kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from depthfx.errors import MemoryBudgetError
+from depthfx.errors import MemoryBudgetError, SettingError
 from depthfx.records import Chunk, KvShape, SamplingParams, StepPlan
 from depthfx.report import CompileReport
 from depthfx.runtime.runner import Runner, RunnerShape
@@ -46,16 +46,26 @@ class Limits:
 
 
 def derive_limits(config: Any, settings: Settings, device: torch.device) -> Limits:
-    """Fill in what ``settings`` leaves open, for ``device`` and the model's context length."""
+    """Fill in what ``settings`` leaves open, for ``device`` and the model's context length.
+
+    Raises :class:`SettingError` for sizes that do not fit the model or each other.
+    """
     cuda = device.type == "cuda"
-    batch = settings.max_batch_size or (256 if cuda else 32)
-    tokens = max(settings.max_batch_tokens or (8192 if cuda else 512), batch)
+    batch = settings.max_batch_size or min(256 if cuda else 32, settings.max_batch_tokens or 256)
+    tokens = settings.max_batch_tokens or max(8192 if cuda else 512, batch)
+    if tokens < batch:
+        raise SettingError(f"setting max_batch_tokens={tokens} must be at least max_batch_size={batch}, one row for each decode: raise it")
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
+    if settings.max_model_len is not None and settings.max_model_len > context:
+        raise SettingError(
+            f"setting max_model_len={settings.max_model_len} must be at most {context}, the context of the model "
+            "(max_position_embeddings in its config); lower it, or leave it out"
+        )
     return Limits(
         max_batch_size=batch,
         max_batch_tokens=tokens,
         max_chunk_tokens=min(settings.max_chunk_tokens or (2048 if cuda else 256), tokens),
-        max_model_len=min(settings.max_model_len or context, context),
+        max_model_len=settings.max_model_len or context,
         block_tokens=settings.block_tokens,
     )
 
@@ -86,7 +96,7 @@ def size_kv_blocks(model: torch.nn.Module, program: Any, limits: Limits, setting
     blocks = min(int(room // kv.block_bytes), useful)
     if blocks < 1:
         raise MemoryBudgetError(
-            f"the memory budget leaves {room / GIB:.2f} GiB for KV beside {weights / GIB:.2f} GiB of weights and {activations / GIB:.2f} GiB of "
+            f"the memory budget leaves {max(room, 0) / GIB:.2f} GiB for KV beside {weights / GIB:.2f} GiB of weights and {activations / GIB:.2f} GiB of "
             f"activations; one block needs {kv.block_bytes / GIB:.4f} GiB: raise memory_budget_gib or lower max_batch_tokens"
         )
     report.add("memory", f"weights {weights / GIB:.2f} GiB, activations {activations / GIB:.2f} GiB")

@@ -131,7 +131,7 @@ def test_no_generation_head():
 def test_never_possible(setting):
     with torch.device("meta"):
         weightless = toy()
-    with pytest.raises(UnsupportedModelError, match="meta device and has no weights.*from_pretrained"):
+    with pytest.raises(UnsupportedModelError, match=r"meta device and has no weights.*from_pretrained"):
         depthfx.compile(weightless, on_unsupported=setting)
-    with pytest.raises(UnsupportedModelError, match="takes a transformers PreTrainedModel; got torch.nn.modules.linear.Linear"):
+    with pytest.raises(UnsupportedModelError, match=r"takes a transformers PreTrainedModel; got torch.nn.modules.linear.Linear"):
         depthfx.compile(torch.nn.Linear(2, 2), on_unsupported=setting)

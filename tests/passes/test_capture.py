@@ -47,9 +47,9 @@ def test_a_branch_on_the_number_of_rows_is_refused(function):
         captured(with_mlp(function))
 
 
-def test_suppressed_errors_do_not_run_the_model(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "suppress_errors", True)
-    gm, _ = captured(toy())
+def test_suppressed_errors_do_not_run_the_model():
+    with torch._dynamo.config.patch(suppress_errors=True):
+        gm, _ = captured(toy())
     assert gm.graph is not None
 
 
