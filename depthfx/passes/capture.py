@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from depthfx.errors import UnsupportedModelError
 from depthfx.passes import attention_marker
 from depthfx.passes.context import PassContext, Target
+from depthfx.records import StepInputs
 from depthfx.report import CompileReport
 from depthfx.settings import DEFAULT_CONTEXT, Settings
 
@@ -175,6 +176,9 @@ def _name_inputs(gm: fx.GraphModule, example_inputs: list[Any], model: PreTraine
     arguments = ("token_ids", "positions", "logit_rows")
     sizes: dict[Any, fx.Node] = {}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node in gm.graph.nodes:
+        if node.name in StepInputs.names():
+            node.name = f"model_{node.name}"  # a local variable of the model's code that is called like a step input
     for node, value in zip(placeholders, example_inputs, strict=True):
         if isinstance(node.meta["example_value"], torch.SymInt):
             continue

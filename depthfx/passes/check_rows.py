@@ -147,6 +147,13 @@ def _check_matmul(node: fx.Node, ctx: PassContext) -> str | None:
     return "multiplies rows with rows" if _row_dims(a, ctx) and _row_dims(b, ctx) else None
 
 
+def _check_addmm(node: fx.Node, ctx: PassContext) -> str | None:
+    added, a, b = node.args[:3]
+    if _row_dims(added, ctx) or _row_dims(b, ctx):
+        return "uses a weight that depends on rows"
+    return "contracts over rows" if _row_dims(a, ctx) == [1] else None
+
+
 def _check_reshape(node: fx.Node, ctx: PassContext) -> str | None:
     x = node.args[0]
 
@@ -201,6 +208,7 @@ _RULES: dict[str, Callable[[fx.Node, PassContext], str | None]] = {
     "rms_norm": _check_norm,
     "matmul": _check_matmul,
     "bmm": _check_matmul,
+    "addmm": _check_addmm,
     "cat": _check_cat,
     "stack": _check_cat,
     "embedding": _check_embedding,

@@ -33,6 +33,10 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(hf.LlamaConfig),
+    "llama_yarn": Family(
+        hf.LlamaConfig,
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
     "mistral": Family(hf.MistralConfig, {"sliding_window": 9}),
     "qwen2": Family(hf.Qwen2Config),
     "qwen3": Family(hf.Qwen3Config, {"head_dim": 16}),
@@ -46,6 +50,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(hf.SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
     "glm4": Family(hf.Glm4Config, {"head_dim": 16}),
     "starcoder2": Family(hf.Starcoder2Config, {"sliding_window": None}),
+    "gpt2": Family(hf.GPT2Config, {"n_inner": 96}),
     "gpt_neox": Family(hf.GPTNeoXConfig),
     "cohere2": Family(hf.Cohere2Config, {"sliding_window": 8}),
 }

@@ -61,6 +61,10 @@ def mixed_types():
     return model
 
 
+def rope_that_looks_at_the_step():
+    return build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+
+
 def window_in_mask_only():
     model = build("llama")
     model.config.layer_types = ["sliding_attention"] * 3
@@ -75,6 +79,7 @@ REFUSED = {
     "bidirectional": (bidirectional, "attends to later tokens too"),
     "chunked": (chunked, "layers of kind chunked_attention"),
     "window in the mask only": (window_in_mask_only, "gives its window to the mask alone"),
+    "dynamic rope": (rope_that_looks_at_the_step, "is not one graph: Data-dependent branching"),
     "quantised": (quantised, "is quantised.*load the original"),
     "hooks": (hooked, "accelerate hooks.*without device_map"),
     "dtypes": (mixed_types, r"torch.bfloat16.*torch.float32.*depthfx needs one of"),

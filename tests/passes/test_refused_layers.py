@@ -23,7 +23,6 @@ MIXING = {
     "one row": (lambda m, x: x + x[:, 0][:, None], "getitem .* selects rows"),
     "gather": (lambda m, x: x[:, torch.zeros(x.shape[1], dtype=torch.long)], "getitem .* selects rows"),
     "reshape": (lambda m, x: x.reshape(1, -1, 16).softmax(-1).reshape(x.shape), "reshape .* merges it with another"),
-    "swap": (lambda m, x: x.reshape(32, x.shape[1]).t()[None] * m.weight, "reshape .* mixes rows with another dimension"),
     "rotation": (lambda m, x: torch.cat(x.split([1, x.shape[1] - 1], 1)[::-1], 1), "cat .* concatenates along rows"),
     "shift": (lambda m, x: F.pad(x, (0, 0, 1, 0))[:, :-1], "pad .* is not known"),
     "convolution": (

@@ -1,0 +1,64 @@
+"""Splitting: equal pieces share one compiled body, and the KV pool never enters one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+import depthfx
+from tests.families.configs import build
+from tests.families.harness import alone
+
+POOL_BLOCKS = 61  # a size that nothing else has
+
+
+def pieces(compiled):
+    program = compiled.engine._runner.program.module
+    return program, [n for n in program.graph.nodes if n.op == "call_module" and str(n.target).startswith("piece")]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_neox"])
+def test_bodies_do_not_grow_with_the_number_of_layers(name):
+    bodies, counts = [], []
+    for layers in (6, 12):
+        program, calls = pieces(depthfx.compile(build(name, num_hidden_layers=layers), inductor=False, kv_blocks=4))
+        counts.append(len(calls))
+        bodies.append(len({id(program.get_submodule(n.target).compiled.__self__) for n in calls}))
+        for call in calls:
+            assert not any(a.name == "kv_pool" for a in call.all_input_nodes)
+    assert bodies[0] == bodies[1] < 8
+    assert counts[1] > counts[0] or name == "llama"
+
+
+@pytest.mark.slow
+def test_inductor_code_holds_nothing_of_the_size_of_the_pool():
+    model = build("gemma2")
+    with inductor_config.patch(force_disable_caches=True):
+        compiled, code = run_and_get_code(lambda: depthfx.compile(model, kv_blocks=POOL_BLOCKS, max_batch_size=4))
+    assert len(code) > 1
+    pool = compiled.engine._runner.kv_pool
+    assert pool.shape[0] == POOL_BLOCKS
+    for text in code:
+        sizes = [int(n) for shape in re.findall(r"empty_strided\w*\(\(([^)]*)\)", text) for n in re.findall(r"\b\d+\b", shape)]
+        assert POOL_BLOCKS not in sizes and pool.numel() not in sizes
+        assert "aten.clone" not in text and "kv_pool" not in text
+    before = pool.data_ptr()
+    alone(compiled, [[5, 6, 7]])
+    assert compiled.engine._runner.kv_pool.data_ptr() == before and bool((pool != 0).any())
+
+
+def test_two_models_in_one_process():
+    """Sizes and families of an earlier compilation leave no trace in a later one."""
+    sizes = [("llama", {}), ("gemma2", {"num_hidden_layers": 2}), ("llama", {"hidden_size": 96, "num_hidden_layers": 4}), ("llama", {})]
+    row = [[5, 6, 7, 8, 9]]
+    models = [(name, changes, depthfx.compile(build(name, **changes), inductor=False, kv_blocks=8)) for name, changes in sizes]
+    for name, changes, compiled in models:
+        original = build(name, **changes)
+        assert compiled.config._attn_implementation == original.config._attn_implementation == "eager"
+        assert alone(compiled, row) == alone(original, row)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(torch.tensor(row)).logits, original(torch.tensor(row)).logits, atol=2e-5, rtol=2e-5)
