@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+# The section of what differs from run to run of the same compilation; the text ends with it.
+CACHES = "caches"
+
 
 @dataclass
 class CompileReport:
@@ -32,9 +35,10 @@ class CompileReport:
         """The whole report as text."""
         lines: list[str] = []
         for name, section in self.sections.items():
-            lines.append(name)
-            lines.extend(f"  {line}" for line in section)
+            if name != CACHES:
+                lines += [name, *(f"  {line}" for line in section)]
         if self.seconds:
-            lines.append("seconds")
-            lines.extend(f"  {stage:<24} {value:8.2f}" for stage, value in self.seconds.items())
+            lines += ["seconds", *(f"  {stage:<24} {value:8.2f}" for stage, value in self.seconds.items())]
+        if CACHES in self.sections:
+            lines += [CACHES, *(f"  {line}" for line in self.sections[CACHES])]
         return "\n".join(lines)

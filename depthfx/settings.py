@@ -43,6 +43,8 @@ class Settings:
     cuda_graphs: bool | None = None  # None: on CUDA only
     fuse: bool = True  # the passes that only make the graph faster
     on_unsupported: OnUnsupported = "raise"  # "eager": options and models outside depthfx run through Hugging Face's own code
+    program_cache: bool = True  # keep rewritten programs in the cache folder and skip capture and passes where one fits
+    parallel_warmup: bool = True  # on CUDA: compile missing kernels in several worker processes
     cache_dir: str | None = None  # converted models and compiled code; None: ~/.cache/depthfx
 
     # debugging

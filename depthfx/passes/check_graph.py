@@ -38,7 +38,7 @@ def _check_layers(after: str, ctx: PassContext, appends: list[fx.Node], attends:
         pool = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.name == "kv_pool")
         return node.args[pool + 1]  # type: ignore[return-value]
 
-    expected = list(range(len(ctx.layers)))
+    expected = list(range(ctx.kv_shape.num_layers)) if ctx.kv_shape is not None else []
     if [layer_of(n) for n in appends] != expected or [layer_of(n) for n in attends] != expected:
         raise GraphError(
             f"after {after}: layers append KV as {[layer_of(n) for n in appends]} and attend as {[layer_of(n) for n in attends]}; "

@@ -17,6 +17,8 @@ from depthfx.passes.context import Pass, PassContext, Target, refresh_values
 from depthfx.passes.fuse_linears import fuse_linears
 from depthfx.passes.fuse_norms import fuse_norms
 from depthfx.passes.fuse_rotary import fuse_rotary
+from depthfx.passes.program_key import program_key
+from depthfx.passes.program_store import load_program, program_file, save_program
 from depthfx.passes.recognise_layers import recognise_layers
 from depthfx.passes.split_pieces import split_pieces
 from depthfx.passes.tabulate_positions import tabulate_positions
@@ -24,7 +26,7 @@ from depthfx.passes.use_linear_ops import drop_batch_dim, use_gated_linear, use_
 from depthfx.passes.use_paged_attention import use_paged_attention
 from depthfx.passes.weights import bind_weights
 from depthfx.records import KvShape, StepInputs
-from depthfx.report import CompileReport
+from depthfx.report import CACHES, CompileReport
 from depthfx.settings import Settings
 
 if TYPE_CHECKING:
@@ -78,13 +80,37 @@ def build_program(model: PreTrainedModel, settings: Settings, target: Target, re
 
     Raises :class:`~depthfx.errors.UnsupportedModelError` with the reason for a model that does not fit.
     """
-    with report.timed("capture"):
-        gm, ctx = capture(model, settings, target, report)
-    run_passes(gm, ctx)
+    gm, ctx = _rewritten(model, settings, target, report)
     compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode) if settings.inductor else run_eagerly
     with report.timed("compile pieces"):
         split_pieces(gm, ctx, compiler)
     kv_dtype = next(n.meta["example_value"].dtype for n in gm.graph.nodes if n.name == "kv_pool")
-    bind_weights(gm, ctx, model)
+    with report.timed("bind weights"):
+        bind_weights(gm, ctx, model)
     assert ctx.kv_shape is not None
     return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads)
+
+
+def _rewritten(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext]:
+    """The program of ``model`` before it is split: from the program cache, or captured, rewritten and put there."""
+    if not settings.program_cache:
+        report.add(CACHES, "program cache: off, setting program_cache=False")
+        return _captured(model, settings, target, report)
+    with report.timed("program cache"):
+        path = program_file(program_key(model, settings, target), settings)
+        found = load_program(path, settings, target, report)
+    if found is not None:
+        return found
+    before = {section: len(lines) for section, lines in report.sections.items()}
+    gm, ctx = _captured(model, settings, target, report)
+    with report.timed("program cache"):
+        added = {section: lines[before.get(section, 0) :] for section, lines in report.sections.items()}
+        save_program(path, gm, ctx, {section: lines for section, lines in added.items() if lines and section != CACHES})
+    return gm, ctx
+
+
+def _captured(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext]:
+    with report.timed("capture"):
+        gm, ctx = capture(model, settings, target, report)
+    run_passes(gm, ctx)
+    return gm, ctx

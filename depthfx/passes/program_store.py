@@ -1,0 +1,163 @@
+"""Keep rewritten programs on disk, so that the second compilation of a model neither traces nor rewrites.
+
+An entry is one JSON file: a digest of the body, then the graph as plain data, where each weight comes from, the recipes of
+the position tables and the lines of the report. Weights are never stored. A file that cannot be read is a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from depthfx.errors import GraphError
+from depthfx.passes.check_graph import check_graph
+from depthfx.passes.context import PassContext, Target, refresh_values
+from depthfx.passes.graph_data import NotPlainError, from_data, to_data
+from depthfx.records import KvShape
+from depthfx.report import CACHES, CompileReport
+from depthfx.settings import Settings, cache_dir
+
+_FORMAT = 1
+# Example numbers of rows, as in the capture; they only have to differ from each other and from 0 and 1.
+_ROWS = {"T": 24, "R": 6}
+
+
+def program_file(key: str, settings: Settings) -> Path:
+    """Where the program of ``key`` is kept."""
+    return cache_dir(settings) / "programs" / f"{key}.json"
+
+
+def load_program(path: Path, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext] | None:
+    """Graph and context as :func:`save_program` stored them, with fresh fake values; None where there is no good entry.
+
+    Says in ``report`` what was found. The graph has passed the verifier.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        report.add(CACHES, f"program cache: miss: nothing is kept under {path.name[:12]}")
+        return None
+    except (OSError, ValueError) as error:
+        report.add(CACHES, f"program cache: miss: {path} cannot be read ({error})")
+        return None
+    try:
+        body = _body(text)
+        context = PassContext(settings, target, report, None, None)
+        gm = _restore(body, context)
+        check_graph(gm, context, after="the program cache")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, GraphError) as error:
+        report.add(CACHES, f"program cache: miss: {path} is damaged ({type(error).__name__}: {str(error)[:120]}) and is written anew")
+        return None
+    for section, lines in body["sections"].items():
+        for line in lines:
+            report.add(section, line)
+    report.add(CACHES, f"program cache: hit: {path.name[:12]}, capture and passes were skipped")
+    return gm, context
+
+
+def save_program(path: Path, gm: fx.GraphModule, ctx: PassContext, sections: dict[str, list[str]]) -> None:
+    """Write the program in one step, so that a reader sees all of it or nothing; says in the report where it cannot."""
+    try:
+        body = json.dumps(_plain(gm, ctx, sections))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(f"{_FORMAT} {_digest(body)}\n{body}")
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except NotPlainError as error:
+        ctx.report.add(CACHES, f"program cache: not kept: the program holds {error}, which plain data cannot name")
+    except OSError as error:
+        ctx.report.add(CACHES, f"program cache: not kept: {error}")
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def _body(text: str) -> dict[str, Any]:
+    head, _, body = text.partition("\n")
+    if head != f"{_FORMAT} {_digest(body)}":
+        raise ValueError("its digest does not fit its content")
+    return json.loads(body)  # type: ignore[no-any-return]
+
+
+def _plain(gm: fx.GraphModule, ctx: PassContext, sections: dict[str, list[str]]) -> dict[str, Any]:
+    assert ctx.kv_shape is not None
+    inputs = {n.name: n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"}
+    symbols = {ctx.row_symbol: "T", inputs["logit_rows"].shape[0].node.expr: "R"}
+    return {
+        "nodes": to_data(gm.graph),
+        "inputs": {name: _layout(name, value, symbols) for name, value in inputs.items()},
+        "weights": ctx.weights,
+        "tables": {name: to_data(recipe.graph) for name, recipe in ctx.tables.items()},
+        "num_positions": ctx.num_positions,
+        "kv_shape": asdict(ctx.kv_shape),
+        "num_heads": ctx.num_heads,
+        "sections": sections,
+    }
+
+
+def _layout(name: str, value: Any, symbols: dict[Any, str]) -> Any:
+    """``[shape, stride, dtype, device]`` of an input with T and R by name; a number as it is."""
+    if isinstance(value, int):
+        return value
+
+    def size(number: Any) -> Any:
+        if isinstance(number, int):
+            return number
+        if number.node.expr not in symbols:
+            raise NotPlainError(f"an input {name} with a size of {number}")
+        return symbols[number.node.expr]
+
+    if not isinstance(value, torch.Tensor):
+        raise NotPlainError(f"an input {name} of type {type(value).__name__}")
+    return [[size(s) for s in value.shape], [size(s) for s in value.stride()], str(value.dtype).removeprefix("torch."), str(value.device)]
+
+
+def _restore(body: dict[str, Any], ctx: PassContext) -> fx.GraphModule:
+    gm = fx.GraphModule(torch.nn.Module(), from_data(body["nodes"]))
+    ctx.weights = {name: tuple(sources) for name, sources in body["weights"].items()}
+    ctx.tables = {name: fx.GraphModule(torch.nn.Module(), from_data(data)) for name, data in body["tables"].items()}
+    ctx.num_positions, ctx.num_heads = body["num_positions"], body["num_heads"]
+    ctx.kv_shape = KvShape(**body["kv_shape"])
+    ctx.fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = {name: _open_size(name, rows, ctx.fake_mode) for name, rows in _ROWS.items()}
+    ctx.row_symbol = sizes["T"].node.expr
+    with ctx.fake_mode:
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                node.meta["example_value"] = _value(body["inputs"][node.name], sizes)
+    refresh_values(gm, ctx)
+    return gm
+
+
+def _open_size(name: str, rows: int, fake_mode: FakeTensorMode) -> Any:
+    """A symbolic number of rows, made the way Dynamo makes one for an input."""
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC], constraint_sizes=[None])
+    example = fake_mode.from_tensor(torch.empty(rows), symbolic_context=context, source=ConstantSource(name))
+    return example.shape[0]
+
+
+def _value(layout: Any, sizes: dict[str, Any]) -> Any:
+    if isinstance(layout, int):
+        return layout
+    shape, stride, dtype, device = layout
+    found = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype} is no dtype")
+    return torch.empty_strided([sizes.get(s, s) for s in shape], [sizes.get(s, s) for s in stride], dtype=found, device=device)
