@@ -55,8 +55,12 @@ def _join(gm: fx.GraphModule, ctx: PassContext, linears: list[fx.Node], has_bias
             part = call(gm.graph, ctx, node, operator.getitem, joined, (Ellipsis, slice(start, start + width)))
             start += width
             node.replace_all_uses_with(part)
+    parts = [a for node in linears for a in node.args[1:] if isinstance(a, fx.Node)]
     for node in linears:
         gm.graph.erase_node(node)
+    for part in parts:  # read through the joined weight from here on
+        gm.graph.erase_node(part)
+        del ctx.weights[part.name]
 
 
 def _concatenate(gm: fx.GraphModule, ctx: PassContext, parts: list[fx.Node]) -> fx.Node:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +42,18 @@ def decode_buckets(max_batch_size: int) -> tuple[int, ...]:
     return (*(s for s in sizes if s < max_batch_size), max_batch_size)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside: destroying an earlier runner's graphs while a capture is going on would break it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class DecodeGraphs:
     """The graphs of one runner; they share one memory pool, captured from the largest bucket down."""
 
@@ -67,7 +82,7 @@ class DecodeGraphs:
                 runner.forward(uploaded)  # compiles what this bucket needs, outside the capture
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 logits = runner.forward(uploaded)
                 tokens = greedy(logits)
                 runner.last_tokens[:bucket].copy_(tokens)
