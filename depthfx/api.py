@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from depthfx.alloc.manager import MemoryManager
 from depthfx.errors import UnsupportedModelError, UnsupportedOptionError
+from depthfx.lowering.precompile import KernelWorkers
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
 from depthfx.runtime.engine import Engine
@@ -17,7 +18,8 @@ from depthfx.runtime.graphs import decode_buckets
 from depthfx.runtime.model import Compiled, as_depth_model
 from depthfx.runtime.runner import Runner, RunnerShape
 from depthfx.runtime.scheduler import Scheduler
-from depthfx.runtime.sizing import Limits, derive_limits, size_kv_blocks
+from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, size_kv_blocks
+from depthfx.runtime.warmup import precompile_kernels
 from depthfx.settings import Settings
 
 
@@ -67,34 +69,40 @@ def backend(
 
 def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> Engine:
     device = next(model.parameters()).device
+    cuda = device.type == "cuda"
     limits = derive_limits(model.config, settings, device)
-    program = build_program(model, settings, "cuda" if device.type == "cuda" else "cpu", report)
+    buckets = decode_buckets(limits.max_batch_size) if cuda and settings.cuda_graphs is not False else ()
+    with KernelWorkers(report, enabled=cuda and settings.parallel_warmup) as workers:
+        program = build_program(model, settings, "cuda" if cuda else "cpu", report, on_miss=workers.start)
+        if cuda and settings.parallel_warmup:
+            with report.timed("compile kernels"):
+                precompile_kernels(one_block_runner(model, program, limits, device), buckets, workers)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     num_blocks = size_kv_blocks(model, program, limits, settings, report)
-    runner = _build_runner(program, limits, num_blocks, vocab_size, device, settings, report)
+    runner = _build_runner(program, limits, num_blocks, vocab_size, device, buckets, report)
     manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse)
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
-    lookahead = settings.lookahead if settings.lookahead is not None else device.type == "cuda"
+    lookahead = settings.lookahead if settings.lookahead is not None else cuda
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
     return Engine(scheduler, runner, vocab_size, lookahead, settings.check)
 
 
 def _build_runner(
-    program: Program, limits: Limits, num_blocks: int, vocab_size: int, device: torch.device, settings: Settings, report: CompileReport
+    program: Program,
+    limits: Limits,
+    num_blocks: int,
+    vocab_size: int,
+    device: torch.device,
+    buckets: tuple[int, ...],
+    report: CompileReport,
 ) -> Runner:
-    capture = settings.cuda_graphs if settings.cuda_graphs is not None else device.type == "cuda"
     shape = RunnerShape(
-        program.kv_shape,
-        program.num_heads,
-        program.kv_dtype,
-        num_blocks,
-        limits.num_table_rows,
-        limits.blocks_per_row,
-        limits.max_batch_tokens,
+        program.kv_shape, program.num_heads, program.kv_dtype, num_blocks, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens,
         vocab_size,
-    )
-    runner = Runner(program, shape, device, decode_buckets(limits.max_batch_size) if capture and device.type == "cuda" else ())
-    if runner.graphs.buckets:
+    )  # fmt: skip
+    with report.timed("allocate"):
+        runner = Runner(program, shape, device, buckets)
+    if buckets:
         with report.timed("capture graphs"):
             runner.graphs.capture()
         report.add("compiled", f"CUDA graphs of decode steps for batch sizes {', '.join(map(str, runner.graphs.buckets))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -75,12 +76,14 @@ def run_passes(gm: fx.GraphModule, ctx: PassContext) -> None:
     gm.recompile()
 
 
-def build_program(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> Program:
-    """Capture, rewrite, split and compile the forward of ``model``.
+def build_program(
+    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, on_miss: Callable[[], None] = lambda: None
+) -> Program:
+    """Capture, rewrite, split and compile the forward of ``model``; ``on_miss`` is called where the capture is not skipped.
 
     Raises :class:`~depthfx.errors.UnsupportedModelError` with the reason for a model that does not fit.
     """
-    gm, ctx = _rewritten(model, settings, target, report)
+    gm, ctx = _rewritten(model, settings, target, report, on_miss)
     compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode) if settings.inductor else run_eagerly
     with report.timed("compile pieces"):
         split_pieces(gm, ctx, compiler)
@@ -91,16 +94,20 @@ def build_program(model: PreTrainedModel, settings: Settings, target: Target, re
     return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads)
 
 
-def _rewritten(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext]:
+def _rewritten(
+    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, on_miss: Callable[[], None] = lambda: None
+) -> tuple[fx.GraphModule, PassContext]:
     """The program of ``model`` before it is split: from the program cache, or captured, rewritten and put there."""
     if not settings.program_cache:
         report.add(CACHES, "program cache: off, setting program_cache=False")
+        on_miss()
         return _captured(model, settings, target, report)
     with report.timed("program cache"):
         path = program_file(program_key(model, settings, target), settings)
         found = load_program(path, settings, target, report)
     if found is not None:
         return found
+    on_miss()
     before = {section: len(lines) for section, lines in report.sections.items()}
     gm, ctx = _captured(model, settings, target, report)
     with report.timed("program cache"):

@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), tor
 
 def program_key(model: torch.nn.Module, settings: Settings, target: str) -> str:
     """Hex digest for ``model`` on its device, compiled with ``settings`` for ``target``."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "triton")}
+    versions = {name: _version(name) for name in ("torch", "transformers", "triton")}
     device = next(model.parameters()).device
     parts = [
         _own_text(),
@@ -44,6 +44,13 @@ def program_key(model: torch.nn.Module, settings: Settings, target: str) -> str:
         *_Description(model).lines(),
     ]
     return hashlib.sha256("\n".join(parts).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # built in place, or under another name
+        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
 @functools.cache

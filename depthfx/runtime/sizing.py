@@ -84,7 +84,8 @@ def size_kv_blocks(model: torch.nn.Module, program: Any, limits: Limits, setting
     weights = _weight_bytes(model)
     activations = 0
     if device.type == "cuda":
-        activations = _measure_activations(model, program, limits, device)
+        with report.timed("measure activations"):
+            activations = _measure_activations(model, program, limits, device)
         free, total = torch.cuda.mem_get_info(device)
         taken = total - free - torch.cuda.memory_reserved(device)  # by others and by the CUDA context
         budget = settings.memory_budget_gib * GIB if settings.memory_budget_gib else total * settings.gpu_memory_utilization - taken
@@ -109,22 +110,36 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     return sum(storages.values())
 
 
-def _measure_activations(model: Any, program: Any, limits: Limits, device: torch.device) -> int:
-    """Peak bytes of the largest prefill step, measured by running it once over one block of KV (also compiles its kernels)."""
-    kv = program.kv_shape
+def one_block_runner(model: Any, program: Any, limits: Limits, device: torch.device) -> Runner:
+    """A runner of full size except for its KV pool of one block: for measuring and for a dry run before memory is divided."""
     vocab = model.get_output_embeddings().weight.shape[0]
     shape = RunnerShape(
-        kv, program.num_heads, program.kv_dtype, 1, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens, vocab
+        program.kv_shape,
+        program.num_heads,
+        program.kv_dtype,
+        1,
+        limits.num_table_rows,
+        limits.blocks_per_row,
+        limits.max_batch_tokens,
+        vocab,
     )
-    runner = Runner(program, shape, device, ())
+    return Runner(program, shape, device, ())
+
+
+def prefill_plan(lengths: tuple[int, ...]) -> StepPlan:
+    """A step that prefills prompts of these lengths, all into the block that empty block tables name."""
     sampling = SamplingParams()
-    lengths = [min(limits.max_model_len, limits.max_batch_tokens)] * (
-        limits.max_batch_tokens // min(limits.max_model_len, limits.max_batch_tokens)
-    )
-    chunks = tuple(Chunk(f"warm-up {i}", 0, 0, (0,) * n, -1, True, 0, sampling) for i, n in enumerate(lengths))
+    return StepPlan(-1, (), tuple(Chunk(f"warm-up {i}", 0, 0, (0,) * n, -1, True, 0, sampling) for i, n in enumerate(lengths)), ())
+
+
+def _measure_activations(model: Any, program: Any, limits: Limits, device: torch.device) -> int:
+    """Peak bytes of the largest prefill step, measured by running it once over one block of KV (also compiles its kernels)."""
+    runner = one_block_runner(model, program, limits, device)
+    longest = min(limits.max_model_len, limits.max_batch_tokens)
+    plan = prefill_plan((longest,) * (limits.max_batch_tokens // longest))
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.wait(runner.launch(StepPlan(-1, (), chunks, ())))
+    runner.wait(runner.launch(plan))
     peak = torch.cuda.max_memory_allocated(device)
     return peak - before
 

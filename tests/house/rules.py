@@ -29,7 +29,7 @@ MAY_IMPORT = {
 }
 # Where a heavy or special dependency may be imported at all.
 ONLY_IN = {
-    "triton": ("depthfx/lowering/kernel_spec.py", "depthfx/lowering/kernels/"),
+    "triton": ("depthfx/lowering/kernel_spec.py", "depthfx/lowering/kernels/", "depthfx/lowering/precompile"),
     "transformers": (
         "depthfx/runtime/generation.py",
         "depthfx/runtime/hf_params.py",

@@ -1,0 +1,40 @@
+"""Warm-up: have the kernels of all captured steps compiled side by side before the first of them is launched."""
+
+from __future__ import annotations
+
+import torch
+
+from depthfx.lowering.precompile import KernelWorkers, Variant, collected
+from depthfx.records import StepPlan
+from depthfx.runtime.runner import Runner
+from depthfx.runtime.sizing import prefill_plan
+
+# Rows of the prefill step of the dry run: too many for the kernels of small steps, few enough to be cheap.
+_PREFILL_ROWS = 256
+
+
+def precompile_kernels(runner: Runner, buckets: tuple[int, ...], workers: KernelWorkers) -> None:
+    """Compile what one prefill step and one decode step of each bucket need and Triton's cache lacks.
+
+    Where no worker runs yet, the program was known, and so its kernels most likely are: two buckets are asked first.
+    """
+    if not workers.started:
+        variants = _variants(runner, buckets[:1] + buckets[-1:])
+        if all(v.is_cached() for v in variants):
+            workers.compile(variants)
+            return
+    workers.compile(_variants(runner, buckets))
+
+
+@torch.inference_mode()
+def _variants(runner: Runner, buckets: tuple[int, ...]) -> list[Variant]:
+    """The kernels of one prefill step and of each bucket, from steps that run without any kernel.
+
+    Values are garbage meanwhile: nothing may read them on the host, and no index may come from them.
+    """
+    rows = min(_PREFILL_ROWS, runner.shape.max_batch_tokens, runner.shape.blocks_per_row * runner.shape.kv.block_tokens)
+    with collected() as found:
+        runner.forward(runner.staging.upload(prefill_plan((rows,))))
+        for bucket in reversed(buckets):
+            runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket))
+    return list(found)

@@ -1,0 +1,52 @@
+"""Collect the launches of some kernels for sm_90, compile them in workers and print what happened as JSON; no GPU needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import triton
+
+from depthfx.lowering import precompile
+from depthfx.lowering.kernel_spec import KERNELS
+from depthfx.report import CompileReport
+from tests.kernels.compile_for_hopper import _Hopper
+
+
+def main() -> None:
+    """``kill`` ends one of the workers first; ``broken`` adds a variant that no worker can compile."""
+    triton.runtime.driver.set_active(_Hopper())
+    with precompile.collected() as found:
+        for name in ("rms_norm", "add_rms_norm", "kv_append", "gated_activation", "linear"):
+            spec = KERNELS.get(name)
+            spec.launch(*spec.cases[0].inputs(torch.device("cpu"), torch.float16, 0))
+            spec.launch(*spec.cases[0].inputs(torch.device("cpu"), torch.float16, 0))
+    variants = list(found)
+    before = [v.is_cached() for v in variants]
+    if "broken" in sys.argv:
+        first = variants[0]
+        variants.insert(0, precompile.Variant(first.module, "no_such_kernel", first.specialization, first.target))
+        precompile.Variant.is_cached = lambda self: False
+    os.cpu_count = lambda: 4
+    report = CompileReport()
+    with precompile.KernelWorkers(report, enabled=True) as workers:
+        workers.start()
+        processes = list(workers._processes)
+        if "kill" in sys.argv:
+            processes[0].kill()
+            processes[0].wait()
+        workers.compile(variants, launchers=False)
+    hook = triton.knobs.runtime.jit_cache_hook
+    loaded = []
+    triton.knobs.compilation.listener = lambda **facts: loaded.append(facts["cache_hit"])
+    for variant in found:
+        source, options, target = variant.source()
+        triton.compile(source, target=target, options=options)
+    ended = [p.poll() is not None for p in processes]
+    print(json.dumps({"before": before, "loaded": loaded, "ended": ended, "hook": hook is None, "lines": report.sections["caches"]}))
+
+
+if __name__ == "__main__":
+    main()

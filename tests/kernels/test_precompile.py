@@ -1,0 +1,37 @@
+"""Kernel variants that workers compile are the ones that the launches load; a lost worker or a bad variant loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(tmp_path, *words: str) -> dict:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.kernels.precompile_for_hopper", *words]
+    out = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert out.returncode == 0, out.stderr
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("words", [(), ("kill",)])
+def test_workers_fill_the_cache_that_launches_read(tmp_path, words):
+    facts = run(tmp_path, *words)
+    assert len(facts["before"]) >= 4 and not any(facts["before"])
+    assert facts["loaded"] == [True] * len(facts["before"])
+    assert all(facts["ended"]) and facts["hook"]
+    assert f"{len(facts['before'])} of {len(facts['before'])} variants compiled" in facts["lines"][0]
+
+
+def test_a_variant_that_fails_is_listed_with_its_reason(tmp_path):
+    facts = run(tmp_path, "broken")
+    assert facts["loaded"] == [True] * len(facts["before"])
+    assert "left to their first launch: 1" in facts["lines"][1] and "no_such_kernel" in facts["lines"][1]
+    assert all(facts["ended"])
