@@ -9,6 +9,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from depthfx.lowering.kernel_spec import KERNELS, enable_pdl, max_error
+from depthfx.lowering.kernels.paged_attention import step_inputs
+from depthfx.lowering.kernels.prefill_attention import launch_prefill, prefill_config, uses_hopper_kernel
 from tests.kernels.checks import CASES, check_case, outputs
 
 DTYPES = [pytest.param(dtype, id=str(dtype)[6:]) for dtype in (torch.float16, torch.bfloat16)]
@@ -89,3 +91,39 @@ def test_attention_in_a_pool_beyond_32_bit_offsets():
         q[19:], pool, 31, positions[19:], rows[19:], tables, starts, tile, tile, 1, 128**-0.5, 0, 0.0, None
     )
     assert max_error(decoded, expected[19:]) < 4e-3
+
+
+CHUNKS = [
+    [(0, 17)],
+    [(100, 140), (0, 1)],
+    [(0, 64), (7, 65), (1000, 300)],
+    [(129, 1), (255, 2), (256, 127), (0, 777), (63, 64)],
+    [(4000, 500), (0, 2048)],
+]
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the kernel is for compute capability 9")
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@pytest.mark.parametrize(("heads", "dim", "block"), [((8, 2), 128, 16), ((4, 4), 64, 32), ((3, 1), 128, 64)])
+def test_both_prefill_kernels_agree(chunks, heads, dim, block):
+    """Odd chunks from odd positions; slots and blocks that no row may read hold NaN."""
+    g = torch.Generator().manual_seed(0)
+    lengths = [first + rows for first, rows in chunks]
+    width = -(-max(lengths) // block) + 1
+    count = width * len(chunks)
+    pool = torch.randn(count + 1, 2, 2, heads[1], block, dim, generator=g).to(HALF)
+    pool[count] = float("nan")
+    tables = torch.randperm(count, generator=g).view(len(chunks), width).to(torch.int32)
+    for row, length in enumerate(lengths):
+        pool[tables[row, length // block], :, :, :, length % block :] = float("nan")
+        tables[row, -(-length // block) :] = count
+    q = torch.randn(sum(rows for _, rows in chunks) + 3, heads[0], dim, generator=g).to(HALF).cuda()
+    pool, tables, *step = (t.cuda() for t in (pool, tables, *step_inputs([], chunks, padding_rows=3)))
+    assert uses_hopper_kernel(q, pool, 0, 0.0, None) and not uses_hopper_kernel(q, pool, 5, 0.0, None)
+    results = []
+    for config in (prefill_config(dim, 2), None, None):
+        out = torch.full_like(q, float("nan"))
+        launch_prefill(q, pool, 1, *step[:2], tables, *step[2:], out, 0, dim**-0.5, 0, 0.0, None, config=config)
+        results.append(out)
+    assert max_error(results[1], results[0]) < 2e-3  # both round their weights to fp16
+    assert torch.equal(results[1], results[2])

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from depthfx.lowering.kernel_spec import KERNELS, enable_pdl
 from depthfx.lowering.kernels import prefill_attention
+from depthfx.lowering.kernels._hopper_prefill import launch_hopper
 
 
 class _Hopper:
@@ -37,6 +38,8 @@ def _facts(op: str, kernel: Any, name: str, pdl: bool, uses_dot: bool) -> dict[s
         "uses_dot": uses_dot,
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "cp_async": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "tensor_copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
+        "spills": len(re.findall(r"\.local\b", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4", ptx)),
         "gdc": len(re.findall(r"griddepcontrol", ptx)),
         "shared_bytes": kernel.metadata.shared,
@@ -70,6 +73,11 @@ def main() -> None:
             current.update(op=name, pdl=index == 0)
             enable_pdl(current["pdl"])
             spec.launch(*case.inputs(torch.device("cpu"), torch.float16 if index else torch.bfloat16, 0))
+    case = next(c for c in KERNELS.get("paged_attention").cases if c.label == "prefill-two-tiles-from-the-middle")
+    q, pool, layer, *step = case.inputs(torch.device("cpu"), torch.bfloat16, 0)[:9]
+    for tile in ((128, 2), (64, 4)):
+        current.update(op="paged_attention", pdl=False)
+        launch_hopper(q, pool, layer, *step, torch.empty_like(q), 0, 0.125, 132, tile=tile)
     print(json.dumps(facts))
     assert prefill_attention.INTERPRETED is False
 

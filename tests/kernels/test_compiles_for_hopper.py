@@ -45,3 +45,11 @@ def test_weights_are_copied_asynchronously_or_in_16_byte_loads(compiled):
     for c in compiled:
         if c["kernel"] == "_small_linear_kernel":
             assert (c["cp_async"] if c["uses_dot"] else c["wide_loads"]) > 0, c
+
+
+def test_the_prefill_kernel_for_hopper_loads_by_the_copy_engine_and_keeps_its_sums_in_registers(compiled):
+    found = [c for c in compiled if c["kernel"] == "_hopper_prefill_kernel"]
+    assert len(found) == 2
+    for c in found:
+        assert c["wgmma"] > 0 and c["tensor_copies"] > 0 and c["spills"] == 0, c
+        assert c["shared_bytes"] <= 227 << 10
