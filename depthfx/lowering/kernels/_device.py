@@ -24,9 +24,12 @@ def pdl_release(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch_l2(pointers):
-    """Ask for the 128-byte line behind each pointer, into L2."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+def prefetch_l2(pointers, BYTES: tl.constexpr):
+    """Ask for ``BYTES`` (a multiple of 16) behind each pointer (aligned to 16 bytes), into L2."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [pointers, BYTES],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
