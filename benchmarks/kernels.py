@@ -8,6 +8,7 @@ before (more than the L2 holds). Results go to $OUT, or to benchmarks/results/.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -30,7 +31,7 @@ from depthfx.lowering.kernels import _small_linear, gated_linear, linear, linear
 from depthfx.lowering.kernels._small_linear import LinearConfig, linear_config
 from depthfx.lowering.kernels.decode_attention import DecodeConfig, decode_config, launch_decode
 from depthfx.lowering.kernels.paged_attention import step_inputs
-from depthfx.lowering.kernels.prefill_attention import PrefillConfig, launch_prefill
+from depthfx.lowering.kernels.prefill_attention import PrefillConfig, launch_prefill, prefill_config, uses_hopper_kernel
 
 HALF = torch.float16
 ROTATE_BYTES = 160 << 20  # between two uses of the same bytes; the L2 of an H200 holds 60 MB
@@ -245,8 +246,11 @@ def bench_decode(quick: bool, sweep: bool) -> list[dict[str, Any]]:
 def bench_prefill(quick: bool, sweep: bool) -> list[dict[str, Any]]:
     """Causal prefill with the heads of Llama-3-8B beside torch's flash attention on contiguous tensors."""
     results = []
-    plans = {"1x2048": [(0, 2048)], "4x2048": [(0, 2048)] * 4, "16x512": [(0, 512)] * 16, "2048 after 6144": [(6144, 2048)]}
-    for name, chunks in list(plans.items())[: 2 if quick else 4]:
+    plans = {
+        "1x2048": [(0, 2048)], "4x2048": [(0, 2048)] * 4, "8x2048": [(0, 2048)] * 8, "16x512": [(0, 512)] * 16, "1x512": [(0, 512)],
+        "2048 after 6144": [(6144, 2048)], "200 after 1000, 8 times": [(1000, 200)] * 8,
+    }  # fmt: skip
+    for name, chunks in list(plans.items())[: 2 if quick else None]:
         s = paged_state([], chunks)
         flop = sum(4 * 32 * 128 * (rows * first + rows * (rows + 1) / 2) for first, rows in chunks)
         step = (s["positions"], s["table_rows"], s["tables"], s["starts"], s["tile_chunks"], s["tile_starts"], s["out"])
@@ -261,6 +265,13 @@ def bench_prefill(quick: bool, sweep: bool) -> list[dict[str, Any]]:
             torch_us = graph_us([lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)])
             row["torch_tflop_s"] = 1e-6 * flop / torch_us
         row["tflop_s"] = 1e-6 * flop / row["us"]
+        row["triton_tflop_s"] = 1e-6 * flop / us(prefill_config(128, 2))
+        if uses_hopper_kernel(s["q"], s["pool"], 0, 0.0, None):
+            from depthfx.lowering.kernels._hopper_prefill import launch_hopper
+
+            for tile in ((128, 2), (64, 4)):
+                call = functools.partial(launch_hopper, s["q"], s["pool"], 0, *step, 0, 128**-0.5, 132, tile=tile)
+                row[f"tile {tile[0]}"] = 1e-6 * flop / graph_us([call])
         if sweep:
             forms = [PrefillConfig(*f) for f in ((64, 8, 2), (64, 8, 3), (128, 8, 2), (128, 8, 3), (64, 4, 3), (128, 4, 2))]
             row["sweep"] = sorted((round(1e-6 * flop / us(c)), str(c)) for c in forms)[::-1]
@@ -282,23 +293,29 @@ def _layer(s: dict[str, Any], w: dict[str, torch.Tensor], cos: torch.Tensor, sin
     return ops.linear_add(ops.gated_linear(normed, w["gate_up"], "silu"), w["down"], hidden)
 
 
+def chain(batch: int) -> tuple[list[dict[str, torch.Tensor]], Callable[[], torch.Tensor]]:
+    """Weights of three layers of Llama-3-8B, and a call that runs them for ``batch`` requests of 512 tokens."""
+    sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "norm": (4096,)}
+    weights = [{n: torch.randn(*s, dtype=HALF, device="cuda") * s[-1] ** -0.5 for n, s in sizes.items()} for _ in range(3)]
+    state = paged_state([511] * batch, [])
+    cos, sin = (torch.randn(batch, 128, dtype=HALF, device="cuda") for _ in range(2))
+    hidden = torch.randn(batch, 4096, dtype=HALF, device="cuda")
+
+    def step() -> torch.Tensor:
+        x = hidden
+        for w in weights:
+            x = _layer(state, w, cos, sin, x)
+        return x
+
+    return weights, step
+
+
 def bench_chain(quick: bool, sweep: bool) -> list[dict[str, Any]]:
     """One layer of Llama-3-8B as a chain of kernels, with and without dependent launch; both must give the same bits."""
     results = []
-    sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "norm": (4096,)}
-    weights = [{n: torch.randn(*s, dtype=HALF, device="cuda") * s[-1] ** -0.5 for n, s in sizes.items()} for _ in range(3)]
-    floor_us = 2e-6 * sum(n * k for n, k in list(sizes.values())[:4]) / 4.2
     for batch in (1, 32) if quick else (1, 2, 4, 8, 16, 32, 64):
-        s = paged_state([511] * batch, [])
-        cos, sin = (torch.randn(batch, 128, dtype=HALF, device="cuda") for _ in range(2))
-        hidden = torch.randn(batch, 4096, dtype=HALF, device="cuda")
-
-        def step(s=s, cos=cos, sin=sin, hidden=hidden) -> torch.Tensor:
-            x = hidden
-            for w in weights:
-                x = _layer(s, w, cos, sin, x)
-            return x
-
+        weights, step = chain(batch)
+        floor_us = sum(2e-6 * w.numel() for w in weights[0].values()) / 4.2
         row: dict[str, Any] = {"batch": batch, "floor_us": floor_us}
         outputs = {}
         for pdl in (False, True):
@@ -344,7 +361,10 @@ def main() -> None:
             f"decode batch {r['batch']:3} context {r['context']:4}: {r['us']:7.1f} us {r['tb_s']:4.2f} TB/s, best {r.get('best_us', 0):.1f}"
         )
     for r in report.get("prefill", []):
-        print(f"prefill {r['plan']:16}: {r['us']:8.1f} us {r['tflop_s']:4.0f} TFLOP/s | torch {r.get('torch_tflop_s', 0):4.0f}")
+        print(
+            f"prefill {r['plan']:24}: {r['us']:8.1f} us {r['tflop_s']:4.0f} TFLOP/s | torch {r.get('torch_tflop_s', 0):4.0f}"
+            f" | Triton kernel {r['triton_tflop_s']:4.0f} | tiles of 128 / 64 keys {r.get('tile 128', 0):4.0f} / {r.get('tile 64', 0):4.0f}"
+        )
     for r in report.get("chain", []):
         print(f"layer, batch {r['batch']:2}: {r['us']:6.1f} us, dependent launch {r['pdl_us']:6.1f}, weights alone {r['floor_us']:6.1f}")
 
