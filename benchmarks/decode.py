@@ -94,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(common.SHAPES), default="llama3-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--hf-batches", type=int, nargs="+", default=[1, 32], help="batches of the Hugging Face arms (slow)")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--arms", nargs="+", default=["floor", "depthfx", "prefill", "hf-eager", "hf-static"])
@@ -117,10 +118,10 @@ def main() -> None:
         add("floor", 1, "copy TB/s", bandwidth / 1e12)
         add("floor", 1, "ms a step: weights at copy bandwidth", common.weight_bytes_per_step(model) / bandwidth * 1e3)
     if "hf-eager" in args.arms:
-        for batch in args.batches:
+        for batch in args.hf_batches:
             add("HF eager", batch, "ms a step", time_hf(model, batch, args.prompt, min(args.steps, 12)) * 1e3)
     if "hf-static" in args.arms:
-        for batch in args.batches:
+        for batch in args.hf_batches:
             start = time.perf_counter()
             step = time_hf(model, batch, args.prompt, args.steps, cache_implementation="static")
             add("HF static", batch, "ms a step", step * 1e3)

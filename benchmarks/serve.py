@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(common.SHAPES), default="llama3-8b")
     parser.add_argument("--requests", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--hf-requests", type=int, nargs="+", default=[128], help="sizes of the Hugging Face arm (slow)")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
@@ -76,7 +77,7 @@ def main() -> None:
     model = common.make_model(args.shape, device, dtype, args.layers)
     rows: list[dict[str, Any]] = []
     if "hf-batch" in args.arms:
-        for number in args.requests:
+        for number in args.hf_requests:
             result = run_hf(model, prompts(number, args.prompt, model.config.vocab_size, 0), args.new)
             rows.append({"arm": "HF generate_batch", "requests": number, **result})
             print(rows[-1], flush=True)
