@@ -9,12 +9,12 @@ from depthfx.records import StepPlan
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.sizing import prefill_plan
 
-# Rows of the prefill step of the dry run: too many for the kernels of small steps, few enough to be cheap.
+# Rows of the short prefill step of the dry run: too many for the kernels of decode steps, too few for those of long prompts.
 _PREFILL_ROWS = 256
 
 
 def precompile_kernels(runner: Runner, buckets: tuple[int, ...], workers: KernelWorkers) -> None:
-    """Compile what one prefill step and one decode step of each bucket need and Triton's cache lacks.
+    """Compile what prefill steps and one decode step of each bucket need and Triton's cache lacks.
 
     Where no worker runs yet, the program was known, and so its kernels most likely are: two buckets are asked first.
     """
@@ -28,13 +28,14 @@ def precompile_kernels(runner: Runner, buckets: tuple[int, ...], workers: Kernel
 
 @torch.inference_mode()
 def _variants(runner: Runner, buckets: tuple[int, ...]) -> list[Variant]:
-    """The kernels of one prefill step and of each bucket, from steps that run without any kernel.
+    """The kernels of a long and a short prefill step and of each bucket, from steps that run without any kernel.
 
     Values are garbage meanwhile: nothing may read them on the host, and no index may come from them.
     """
-    rows = min(_PREFILL_ROWS, runner.shape.max_batch_tokens, runner.shape.blocks_per_row * runner.shape.kv.block_tokens)
+    longest = min(runner.shape.max_batch_tokens, runner.shape.blocks_per_row * runner.shape.kv.block_tokens)
     with collected() as found:
-        runner.forward(runner.staging.upload(prefill_plan((rows,))))
+        for rows in (longest, min(_PREFILL_ROWS, longest)):
+            runner.forward(runner.staging.upload(prefill_plan((rows,))))
         for bucket in reversed(buckets):
             runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket))
     return list(found)
