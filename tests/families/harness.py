@@ -51,6 +51,7 @@ def engine_over(
     max_batch_tokens: int = 64,
     max_chunk_tokens: int = 16,
     lookahead: bool = False,
+    buckets: tuple[int, ...] = (),
 ) -> Engine:
     """Another engine over the program of a compiled model, with a KV pool of its own; nothing is compiled again.
 
@@ -61,7 +62,10 @@ def engine_over(
     shape = replace(runner.shape, num_blocks=kv_blocks, num_table_rows=max_batch_size + 1, max_batch_tokens=max_batch_tokens)
     manager = MemoryManager(kv_blocks, tokens, max_batch_size + 1, columns, prefix_reuse)
     scheduler = Scheduler(manager, max_batch_size, max_batch_tokens, max_chunk_tokens, columns * tokens)
-    return Engine(scheduler, Runner(runner.program, shape, runner.device, ()), shape.vocab_size, lookahead, check=True)
+    own = Runner(runner.program, shape, runner.device, buckets)
+    if buckets:
+        own.graphs.capture()
+    return Engine(scheduler, own, shape.vocab_size, lookahead, check=True)
 
 
 def run_staggered(engine: Engine, rows: list[list[int]], every: int = 2, new_tokens: int = NEW_TOKENS) -> list[list[int]]:

@@ -21,10 +21,10 @@ def pieces(compiled):
     return program, [n for n in program.graph.nodes if n.op == "call_module" and str(n.target).startswith("piece")]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
 def test_bodies_do_not_grow_with_the_number_of_layers(name):
     bodies, counts = [], []
-    for layers in (6, 12):
+    for layers in (4, 8):
         program, calls = pieces(depthfx.compile(build(name, num_hidden_layers=layers), inductor=False, kv_blocks=4))
         counts.append(len(calls))
         bodies.append(len({id(program.get_submodule(n.target).compiled.__self__) for n in calls}))
