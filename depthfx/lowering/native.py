@@ -325,9 +325,7 @@ def _pool(kv_pool: torch.Tensor, head_dim: int) -> tuple[int, int, int, int]:
     return blocks, layers, heads, tokens
 
 
-def _paged(
-    num_rows: int, positions: torch.Tensor, table_rows: torch.Tensor, block_tables: torch.Tensor
-) -> tuple[int, int, int, int]:
+def _paged(num_rows: int, positions: torch.Tensor, table_rows: torch.Tensor, block_tables: torch.Tensor) -> tuple[int, int, int, int]:
     for tensor in (positions, table_rows, block_tables):
         if tensor.dtype is not _I32 or not tensor.is_cpu or not (tensor.is_contiguous() or tensor.stride()[-1] == 1):
             raise ValueError("positions, table_rows and block_tables must be int32 on the CPU, contiguous in the last dimension")
