@@ -201,12 +201,16 @@ def bench_linear(quick: bool, sweep: bool) -> list[dict[str, Any]]:
 def paged_state(
     decodes: list[int], chunks: list[tuple[int, int]], heads: tuple[int, int] = (32, 8), dim: int = 128, max_len: int = 0
 ) -> dict[str, Any]:
-    """Queries, pool (as many layers as it takes to leave the L2) and step tensors on the GPU."""
+    """Queries, pool and step tensors on the GPU.
+
+    The pool has the 32 layers of the real one where that fits 48 GiB: a block then spans 2 MiB, and one layer's blocks lie in
+    as many pages as there are blocks, which matters at large batches. Otherwise as many layers as it takes to leave the L2.
+    """
     lengths = [p + 1 for p in decodes] + [first + rows for first, rows in chunks]
     width = -(-max(*lengths, max_len) // BLOCK)
     used = -(-max(lengths) // BLOCK)
     layer_bytes = len(lengths) * used * BLOCK * 2 * heads[1] * dim * 2
-    layers = max(1, min(64, -(-ROTATE_BYTES // layer_bytes)))
+    layers = 32 if 32 * layer_bytes <= 48 << 30 else max(1, min(64, -(-ROTATE_BYTES // layer_bytes)))
     pool = torch.empty(len(lengths) * used, layers, 2, heads[1], BLOCK, dim, dtype=HALF, device="cuda").normal_()
     tables = torch.zeros(len(lengths), width, dtype=torch.int32, device="cuda")
     tables[:, :used] = torch.randperm(len(lengths) * used, device="cuda").view(len(lengths), used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def bars(path: Path, title: str, unit: str, rows: list[dict[str, Any]], group: s
 
     groups = list(dict.fromkeys(r[group] for r in rows))
     arms = sorted(dict.fromkeys(r["arm"] for r in rows), key=lambda a: a != "depthfx")
-    figure, axes = plt.subplots(figsize=(1.8 + 1.5 * len(groups), 4), dpi=120)
+    figure, axes = plt.subplots(figsize=(max(6.5, 1.8 + 1.5 * len(groups)), 4), dpi=120)
     width = 0.8 / max(len(arms), 1)
     for number, arm in enumerate(arms):
         found = {g: [r[value] for r in rows if r["arm"] == arm and r[group] == g] for g in groups}
@@ -30,7 +31,7 @@ def bars(path: Path, title: str, unit: str, rows: list[dict[str, Any]], group: s
         axes.axhline(floor, color="black", linewidth=0.8, linestyle="--", label="weights at copy bandwidth")
     axes.set_xticks(range(len(groups)), [f"{group} {g}" for g in groups])
     axes.set_ylabel(unit)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(textwrap.fill(title, 72), fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
     figure.tight_layout()
