@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from depthfx.alloc.manager import MemoryManager
-from depthfx.errors import UnsupportedModelError, UnsupportedOptionError
+from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from depthfx.lowering.precompile import KernelWorkers
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
@@ -40,7 +41,8 @@ def compile(model: PreTrainedModel, settings: Settings | None = None, **override
     model.eval()
     try:
         _check_architecture(model)
-        engine = _build_engine(model, resolved, report)
+        with _on_default_stream(next(model.parameters()).device):
+            engine = _build_engine(model, resolved, report)
     except UnsupportedModelError as error:
         if resolved.on_unsupported == "raise":
             raise
@@ -67,9 +69,18 @@ def backend(
     return compiled  # type: ignore[no-any-return]
 
 
+def _on_default_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` and its default stream current, where it is a GPU: all steps run there."""
+    return torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else nullcontext()
+
+
 def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> Engine:
     device = next(model.parameters()).device
     cuda = device.type == "cuda"
+    if settings.cuda_graphs and not cuda:
+        raise SettingError(
+            f"setting cuda_graphs=True needs a model on CUDA; this one is on {device}: move it there, or leave the setting out"
+        )
     limits = derive_limits(model.config, settings, device)
     buckets = decode_buckets(limits.max_batch_size) if cuda and settings.cuda_graphs is not False else ()
     with KernelWorkers(report, enabled=cuda and settings.parallel_warmup) as workers:

@@ -134,6 +134,7 @@ SETTINGS = {
     "choice": ({"on_unsupported": "ignore"}, r"on_unsupported='ignore' must be one of \('raise', 'eager'\)"),
     "share": ({"gpu_memory_utilization": 1.5}, "must be above 0 and at most 1"),
     "context": ({"max_model_len": 1000}, "max_model_len=1000 .*256"),
+    "graphs on a CPU": ({"cuda_graphs": True}, "cuda_graphs=True needs a model on CUDA; this one is on cpu"),
     "rows": ({"max_batch_size": 8, "max_batch_tokens": 4}, "max_batch_tokens=4 must be at least max_batch_size=8"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +58,7 @@ class Runner:
         self._tables_flat = torch.zeros(shape.num_table_rows * shape.blocks_per_row + 1, dtype=torch.int32, device=device)
         self.block_tables = self._tables_flat[:-1].view(shape.num_table_rows, shape.blocks_per_row)
         self.staging = Staging(shape.max_batch_tokens, shape.num_table_rows, shape.blocks_per_row, device)
+        self._stream = torch.cuda.default_stream(device) if device.type == "cuda" else None
         if device.type == "cuda":
             ops.reserve_scratch(device, shape.num_table_rows, shape.num_heads, shape.kv.head_dim)  # before any capture
         self._seen: torch.Tensor | None = None  # made when the first request with a repetition penalty samples
@@ -66,7 +68,15 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Queue the work of ``plan`` and return at once; on a CPU the work is done when this returns."""
+        """Queue the work of ``plan`` and return at once; on a CPU the work is done when this returns.
+
+        Every step runs on the device's default stream, whatever stream or device is current where the caller stands: the order
+        of steps is what keeps their shared buffers and KV blocks apart.
+        """
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Launched:
         plan = self._write_surplus(plan)
         sampled = plan.sampled
         graph = self.graphs.find(plan)
