@@ -1,4 +1,4 @@
-"""The command line: ``demo``, ``explain``, ``generate``, ``bench`` and ``version``."""
+"""The command line: ``demo``, ``explain``, ``generate``, ``inspect``, ``bench`` and ``version``."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_device(generate)
     generate.set_defaults(run=_generate)
 
+    inspect = commands.add_parser("inspect", help="how each linear weight would split into an FP8 byte and a residual byte")
+    inspect.add_argument("model", metavar="PATH_OR_smollm2", help="folder in Hugging Face's layout, or smollm2")
+    inspect.set_defaults(run=_inspect)
+
     bench = commands.add_parser("bench", help="run a script of benchmarks/ (in a checkout); without a name: list them")
     bench.add_argument("name", nargs="?")
     bench.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -83,11 +87,11 @@ def place(options: argparse.Namespace) -> tuple[str, Any]:
 
 
 def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
-    """Model and tokenizer of a local folder or of ``smollm2``; nothing is fetched."""
+    """Model and tokenizer of a local folder or of ``smollm2``; nothing is fetched. ``dtype`` "auto": as it is stored."""
     if model == "smollm2":
         from depthfx.smollm2 import load_smollm2
 
-        return load_smollm2(dtype, device)
+        return load_smollm2(*(() if dtype == "auto" else (dtype, device)))
     if not (Path(model) / "config.json").is_file():
         raise DepthfxError(f"{model!r} is neither smollm2 nor a folder with a config.json; give one of the two")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -122,6 +126,14 @@ def eos_ids(model: Any) -> tuple[int, ...]:
     """Ids that end an answer, from the model's generation config."""
     ids = model.generation_config.eos_token_id
     return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from depthfx.lowering.weight_report import weight_rows, weight_table
+
+    model, _ = load(options.model, "cpu", "auto")
+    print(weight_table(weight_rows(model, skip=(model.get_output_embeddings(),))))
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -39,6 +39,10 @@ class GraphError(DepthfxError, RuntimeError):
     """A pass left a graph that breaks a rule, or found one that it cannot rewrite; names the node."""
 
 
+class FormatError(DepthfxError, ValueError):
+    """A weight does not fit a nested format, or is not a 16-bit matrix."""
+
+
 class RegistryError(DepthfxError, KeyError):
     """A plug-in name is used twice or is unknown."""
 

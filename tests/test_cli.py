@@ -172,3 +172,27 @@ def test_generate_and_explain(capfd):
     assert capfd.readouterr().out == "The capital of France is Paris.\n"
     assert cli.main(["explain", *arguments]) == 0
     assert "30" in capfd.readouterr().out  # layers
+
+
+def test_inspect_names_the_format_of_every_linear(monkeypatch, capfd):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).half()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[3, 5] = 2.5
+    monkeypatch.setattr(cli, "load", lambda *arguments: (model, None))
+    assert cli.main(["inspect", "anything"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 1 + 7 + 2  # a heading, seven linears without the LM head, two sums
+    by_name = {line.split()[0]: line for line in lines[1:8]}
+    assert "nested_e4m3_scaled" in by_name["model.layers.0.self_attn.q_proj.weight"]
+    assert "nested_e4m3 " in by_name["model.layers.0.mlp.down_proj.weight"] and "exact" in by_name["model.layers.0.mlp.down_proj.weight"]
+    assert lines[-1].startswith("1 x nested_e4m3_scaled:")

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "api": {"floor", "alloc", "lowering", "passes", "skippers", "runtime", "package"},
     "server": {"floor", "api", "package", "server"},
     "demo": {"floor", "api", "cli", "smollm2", "package"},
-    "cli": {"floor", "api", "server", "demo", "smollm2", "package"},
+    "cli": {"floor", "lowering", "api", "server", "demo", "smollm2", "package"},
     "__main__": {"cli"},
     "package": {"floor", "api"},
 }
@@ -41,7 +41,11 @@ ONLY_IN = {
         "depthfx/cli.py",
     ),
 }
-KERNEL_CONTRACT = {"launch", "reference", "fake", "cases", "make_cases", "tolerance"}
+# Functions that a contract defines and documents once, by the folder of the plug-ins that implement them.
+CONTRACTS = {
+    "depthfx/lowering/kernels/": {"launch", "reference", "fake", "cases", "make_cases", "tolerance"},
+    "depthfx/lowering/formats/": {"covers", "split", "join", "fast_values"},
+}
 PLUGIN_FOLDERS = ("depthfx/lowering/kernels/", "depthfx/lowering/formats/", "depthfx/alloc/backends/", "depthfx/skippers/policies/")
 
 
@@ -120,7 +124,7 @@ def check_docstrings(path: str, source: str) -> list[str]:
                 continue
             short = not isinstance(node, ast.ClassDef) and scope is not tree and node.end_lineno - node.lineno < 4
             overload = any("overload" in ast.unparse(d) or "setter" in ast.unparse(d) for d in node.decorator_list)
-            contract = path.startswith("depthfx/lowering/kernels/") and node.name in KERNEL_CONTRACT
+            contract = any(path.startswith(folder) and node.name in names for folder, names in CONTRACTS.items())
             if not ast.get_docstring(node) and not (short or overload or contract):
                 faults.append(f"{node.lineno}: {node.name} has no docstring")
     return faults
