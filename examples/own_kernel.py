@@ -3,7 +3,13 @@
 ``y[i, :] = x[i, :] * scale[i]``; with x = [[1, 2], [3, 4]] and scale = [10, 0.5], y = [[10, 20], [1.5, 2]].
 """
 
+import os
+
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+
 import triton
 import triton.language as tl
 
