@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="SmolLM2 answers eight questions at once; compared with Hugging Face in the same run")
-    demo.add_argument("--max-new-tokens", type=_positive, default=64, help="tokens of one answer at most (default 64)")
+    demo.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="tokens of one answer at most (default 64)")
     _add_device(demo)
     demo.set_defaults(run=_demo)
 
@@ -42,11 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue a prompt, text as it comes")
     generate.add_argument("model", metavar="PATH_OR_smollm2", help="folder in Hugging Face's layout, or smollm2")
-    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue, or with --chat to answer")
     generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    generate.add_argument("--max-new-tokens", type=_positive, default=128)
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="tokens at most (default 128)")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="where the temperature is above 0 (default 0)")
     _add_device(generate)
     generate.set_defaults(run=_generate)
 
@@ -55,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
 
     bench = commands.add_parser("bench", help="run a script of benchmarks/ (in a checkout); without a name: list them")
-    bench.add_argument("name", nargs="?")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER)
+    bench.add_argument("name", nargs="?", help="one of the listed names")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the script; NAME --help lists them")
     bench.set_defaults(run=_bench)
 
     commands.add_parser("version", help="versions of depthfx and of what it stands on").set_defaults(run=_version)
@@ -64,14 +65,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return value
 
 
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be cpu, cuda or cuda:N")
+    return text
+
+
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--device", type=_device, default=None, help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument(
         "--dtype", choices=["float32", "float16", "bfloat16"], default=None, help="default: float16 on cuda, float32 on a CPU"
     )
@@ -86,8 +93,18 @@ def place(options: argparse.Namespace) -> tuple[str, Any]:
     return device, getattr(torch, name)
 
 
+def require_device(device: str) -> None:
+    """Raise :class:`DepthfxError` where torch does not see ``device``."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.startswith("cuda") and int(device.partition(":")[2] or 0) >= count:
+        raise DepthfxError(f"--device {device}: torch {torch.__version__} sees {count or 'no'} CUDA device(s) here; try --device cpu")
+
+
 def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
     """Model and tokenizer of a local folder or of ``smollm2``; nothing is fetched. ``dtype`` "auto": as it is stored."""
+    require_device(device)
     if model == "smollm2":
         from depthfx.smollm2 import load_smollm2
 
@@ -96,8 +113,11 @@ def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
         raise DepthfxError(f"{model!r} is neither smollm2 nor a folder with a config.json; give one of the two")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DepthfxError(f"{model!r} cannot be loaded; it needs config, weights and tokenizer. Hugging Face says: {error}") from error
     return loaded.to(device).eval(), tokenizer
 
 
@@ -140,6 +160,7 @@ def _demo(options: argparse.Namespace) -> int:
     from depthfx.demo import run_demo
 
     device, dtype = place(options)
+    require_device(device)
     return run_demo(device, dtype, options.max_new_tokens)
 
 

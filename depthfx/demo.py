@@ -20,7 +20,8 @@ from typing import Any, TextIO
 import torch
 
 from depthfx.cli import chat_ids, eos_ids
-from depthfx.smollm2 import load_smollm2
+from depthfx.settings import cache_dir, smollm2_source
+from depthfx.smollm2 import FOLDER, SEAL, converted_folder, load_smollm2
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -49,7 +50,10 @@ def run_demo(device: str, dtype: torch.dtype, max_new_tokens: int, questions: tu
     """Answer, measure, compare, print; the exit code is 0."""
     out = sys.stdout
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
-    print(f"SmolLM2-135M-Instruct, {str(dtype).removeprefix('torch.')}, {where}", file=out)
+    kind = str(dtype).removeprefix("torch.")
+    print(f"SmolLM2-135M-Instruct, {kind}, {where}; answers of at most {max_new_tokens} tokens", file=out, flush=True)
+    convert_once(out)
+    print("loading and compiling ...", file=out, flush=True)
     ours, tokenizer = measure_depthfx(device, dtype, max_new_tokens, questions, out)
     print("\nNow Hugging Face's generate, in a fresh process ...", file=out, flush=True)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -57,6 +61,14 @@ def run_demo(device: str, dtype: torch.dtype, max_new_tokens: int, questions: tu
     print(table(ours, theirs, len(questions)), file=out)
     print(compare(ours.answers, theirs.answers, tokenizer, dtype), file=out)
     return 0
+
+
+def convert_once(out: TextIO) -> None:
+    """Convert SmolLM2 on the first run, in a process of its own: its peak of memory belongs to neither side."""
+    if smollm2_source() is None and not (cache_dir() / FOLDER / SEAL).is_file():
+        print("converting the model, once (about half a minute) ...", file=out, flush=True)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            pool.submit(converted_folder).result()
 
 
 def measure_depthfx(device: str, dtype: torch.dtype, max_new_tokens: int, questions: tuple[str, ...], out: TextIO) -> tuple[Measured, Any]:
@@ -173,7 +185,7 @@ class Screen:
         self.questions = questions
         self.decode = decode
         self.live = out.isatty()
-        self.width = max(40, min(shutil.get_terminal_size().columns, 110))
+        self.width = max(20, min(shutil.get_terminal_size().columns, 110))
         self.open = list(range(len(questions)))
         self.tails = [""] * len(questions)
         self.drawn = 0
