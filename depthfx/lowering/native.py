@@ -249,7 +249,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     rows = gate_up if gate_up.dim() == 2 else gate_up.reshape(-1, gate_up.shape[-1])
     _check(rows)
     num_rows, width = rows.shape
-    out = torch.empty((*gate_up.shape[:-1], width // 2))
+    out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=_F32, device="cpu")
     if num_rows:
         _loaded().gated_activation(rows.data_ptr(), rows.stride()[0], out.data_ptr(), num_rows, width // 2, code, torch.get_num_threads())
     return out

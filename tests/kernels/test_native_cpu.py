@@ -112,6 +112,18 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
         assert torch.equal(native.small_linear(x[:rows], weight), alone[:rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_results_are_fp32_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    gate_up = torch.randn(5, 64)
+    expected = native.gated_activation(gate_up, "silu")
+    torch.set_default_dtype(dtype)
+    try:
+        result = native.gated_activation(gate_up, "silu")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert result.dtype is torch.float32 and torch.equal(result, expected)
+
+
 def test_nan_reaches_only_its_row() -> None:
     x, weight = torch.randn(3, 40), torch.randn(20, 40)
     x[1, 39] = float("nan")
