@@ -29,7 +29,16 @@ def test_version_as_a_module():
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nothing"], ["generate", "smollm2"], ["demo", "--max-new-tokens", "0"], ["demo", "--dtype", "int8"]]
+    "arguments",
+    [
+        [],
+        ["nothing"],
+        ["generate", "smollm2"],
+        ["demo", "--max-new-tokens", "0"],
+        ["demo", "--max-new-tokens", "x"],
+        ["demo", "--device", "cup"],
+        ["demo", "--dtype", "int8"],
+    ],
 )
 def test_wrong_usage_ends_with_two(arguments, capsys):
     with pytest.raises(SystemExit) as end:
@@ -43,6 +52,14 @@ def test_a_wrong_model_is_explained(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith("depthfx: ")
     assert "config.json" in error
+
+
+def test_a_folder_without_weights_and_a_missing_device_are_explained(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main(["explain", str(tmp_path), "--device", "cpu"]) == 1
+    assert "cannot be loaded" in capsys.readouterr().err
+    assert cli.main(["demo", "--device", "cuda:99"]) == 1
+    assert "--device cuda:99" in capsys.readouterr().err
 
 
 def test_bench_lists_runs_and_refuses(tmp_path, monkeypatch, capfd):
