@@ -165,6 +165,13 @@ class MemoryManager:
                 freed.append(block)
         return tuple(freed)
 
+    def forget_content(self) -> None:
+        """Makes everything computed so far unfindable, and what admitted requests go on to compute after it as well."""
+        for block in range(self.num_blocks):
+            self._pool.forget(block)
+        for holder in self._holders.values():
+            holder.num_published = self.blocks_per_row  # their next blocks continue the old content
+
     def take_table_writes(self) -> tuple[tuple[int, int, int], ...]:
         """The block table entries (row, column, block) that changed since the last call; each entry at most once."""
         writes = tuple((row, column, block) for (row, column), block in self._writes.items())

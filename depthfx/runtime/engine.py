@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +54,7 @@ class Engine:
         self._check = check
         self._state = threading.Condition()  # guards everything below; never held while waiting for the device
         self._driving = False
+        self._booking = False  # a stop_check may be running, in the thread that holds the lock
         self._flights: deque[_Flight] = deque()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []  # outputs for the next step()
@@ -71,8 +73,9 @@ class Engine:
     ) -> str:
         """Queues a request and returns its id; its outputs come from :meth:`step`.
 
-        ``stop_check`` gets the ids generated so far and ends the request by returning True. Raises
-        :class:`InvalidRequestError` or :class:`RequestTooLargeError`; then nothing was queued.
+        ``stop_check`` gets the ids generated so far and ends the request by returning True; what it raises ends the request
+        with that error. It may add requests, but not abort or read any. Raises :class:`InvalidRequestError` or
+        :class:`RequestTooLargeError`; then nothing was queued.
         """
         return self._add(prompt_token_ids, sampling, request_id, stop_check, None)
 
@@ -124,6 +127,7 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Ends a request wherever it stands; False if there is no such unfinished request. It gets a last output."""
         with self._state:
+            self._refuse_while_booking("abort")
             output = self._scheduler.abort(request_id)
             if output is not None:
                 self._deliver([output])
@@ -135,11 +139,16 @@ class Engine:
         Raises :class:`InvalidRequestError` if the request is not parked or the id is outside the vocabulary.
         """
         value = check_token(token, self.vocab_size)
-        with self._state:
+        with self._state, self._booked():
             output = self._scheduler.push_token(request_id, value)
             self._num_tokens += 1
             self._state.notify_all()
             return output
+
+    def forget_prefixes(self) -> None:
+        """Computes every prompt anew from here on: for weights that were changed through ``.data``, which nothing notices."""
+        with self._state:
+            self._scheduler.manager.forget_content()
 
     def stats(self) -> EngineStats:
         """Counts and times so far."""
@@ -164,6 +173,22 @@ class Engine:
         if sampling is not None and sampling.external:
             raise InvalidRequestError("external=True: a stream cannot wait for tokens from outside; use add(), step() and push_token()")
 
+    @contextmanager
+    def _booked(self) -> Iterator[None]:
+        """While tokens are booked, and stop checks with them, the requests must not change under the scheduler's hands."""
+        self._refuse_while_booking("push_token")
+        self._booking = True
+        try:
+            yield
+        finally:
+            self._booking = False
+
+    def _refuse_while_booking(self, what: str) -> None:
+        if self._booking:
+            raise InvalidRequestError(
+                f"{what} was called inside a stop_check; it may only add requests there: return True to end its own request"
+            )
+
     def _add(
         self,
         prompt: Iterable[int],
@@ -177,14 +202,20 @@ class Engine:
         token_ids = check_prompt(prompt, self.vocab_size)
         with self._state:
             if request_id is None:
-                request_id = f"request-{self._next_id}"
-                self._next_id += 1
+                request_id = self._unused_id()
             elif request_id in self._mailboxes:
                 raise InvalidRequestError(f"request id {request_id!r} belongs to a stream that is still read; choose another or close it")
             self._scheduler.add(Request(request_id, token_ids, sampling, stop_check))
             if mailbox is not None:
                 self._mailboxes[request_id] = mailbox
         return request_id
+
+    def _unused_id(self) -> str:
+        while True:
+            request_id = f"request-{self._next_id}"
+            self._next_id += 1
+            if request_id not in self._mailboxes and not self._scheduler.knows(request_id):
+                return request_id
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -214,6 +245,7 @@ class Engine:
 
     def _close_mailbox(self, request_id: str) -> None:
         with self._state:
+            self._refuse_while_booking("close")
             if self._mailboxes.pop(request_id, None) is not None:
                 self._scheduler.abort(request_id)
 
@@ -222,6 +254,7 @@ class Engine:
     def _drive(self, ready: Callable[[], bool]) -> bool:
         """Runs one turn, or waits for the turn of another thread, unless ``ready()``; False if there was nothing to do."""
         with self._state:
+            self._refuse_while_booking("step or stream")
             while self._driving and not ready():
                 self._state.wait()
             if ready():
@@ -286,18 +319,22 @@ class Engine:
     def _settle(self, flight: _Flight, result: StepResult | None, error: BaseException | None) -> None:
         self._flights.popleft()
         if result is not None:
-            outputs = self._scheduler.commit(result)
+            with self._booked():
+                outputs = self._scheduler.commit(result)
             self._num_faults = 0
             self._num_steps += 1
             self._num_prefill_tokens += flight.plan.num_tokens - len(flight.plan.decodes)
+            # a stop_check that was interrupted: whoever drives must notice
+            error = next((o.error for o in outputs if o.error is not None and not isinstance(o.error, Exception)), None)
         else:
             assert error is not None
             outputs = self._scheduler.fail(flight.plan.step_id, error)
-            self._num_faults += 1
+            if isinstance(error, _RUNNER_FAULTS):
+                self._num_faults += 1  # an interrupted launch is not one: it was raised at once
         self._deliver(outputs)
         if self._check:
             self._scheduler.check()
-        if error is not None and self._num_faults > 1:
+        if error is not None and (result is not None or self._num_faults > 1):
             raise error
 
 
@@ -345,8 +382,8 @@ class TokenStream:
     def close(self) -> None:
         """Aborts the request if it has not ended; harmless otherwise."""
         if not self._closed:
-            self._closed = True
             self._engine._close_mailbox(self.request_id)
+            self._closed = True
 
     def __del__(self) -> None:
         if not self._closed:

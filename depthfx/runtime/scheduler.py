@@ -27,9 +27,6 @@ from depthfx.errors import InternalError, InvalidRequestError, NonFiniteLogitsEr
 from depthfx.records import Chunk, StepPlan, StepResult
 from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status
 
-# What a user's stop_check may raise without harm to anybody else's request.
-_CALLBACK_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-
 _by_arrival = attrgetter("arrival")
 
 
@@ -90,6 +87,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether a request has not ended, or a step has not been committed."""
         return bool(self._requests or self._steps)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether an unfinished request has this id."""
+        return request_id in self._requests
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises :class:`InvalidRequestError`, or :class:`RequestTooLargeError` if it could never be served."""
@@ -356,7 +357,9 @@ class Scheduler:
         request.output_ids.append(token)
         try:
             reason = request.end_of_output()
-        except _CALLBACK_FAULTS as error:
+        except BaseException as error:  # the user's: it must not keep the other rows of the step from being booked
+            if isinstance(error, InternalError):
+                raise
             return self._end(request, "error", error, (token,))
         if reason is None:
             return RequestOutput(request.request_id, (token,))

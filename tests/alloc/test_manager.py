@@ -89,6 +89,26 @@ def test_a_block_is_found_only_after_its_own_chain_and_salt():
     assert manager.admit("d", tokens(4) + tokens(5, 90)).reused_tokens == 8
 
 
+def test_forgotten_content_is_found_no_more_and_not_continued():
+    manager = build(num_blocks=16)
+    computed(manager, "ended", tokens(8))
+    manager.release("ended")
+    manager.admit("running", tokens(12, 50))
+    manager.register("running", tokens(12, 50), 6)
+    manager.forget_content()
+    manager.check()
+    assert manager.usage().num_cached == 0
+    manager.register("running", tokens(12, 50), 12)
+    assert manager.admit("a", tokens(8)).reused_tokens == 0
+    assert manager.admit("b", tokens(12, 50)).reused_tokens == 0
+    manager.register("a", tokens(8), 8)
+    assert manager.admit("c", tokens(8)).reused_tokens == 4
+    manager.check()
+    for name in ("running", "a", "b", "c"):
+        manager.release(name)
+        manager.check()
+
+
 def test_equal_hashes_do_not_match():
     collision = 2**61 - 1
     assert hash(collision) == hash(0)

@@ -1,0 +1,91 @@
+"""Engine: stop checks that raise or reach back into the engine, interruptions, and ids given by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from depthfx.errors import InvalidRequestError
+from tests.runtime.test_engine import BOTH, VOCAB, build, collect, continuation, params
+
+
+class Ours(Exception):
+    """An error of a class that depthfx has never heard of."""
+
+
+@BOTH
+@pytest.mark.parametrize("fault", [ValueError, Ours, StopIteration], ids=lambda c: c.__name__)
+def test_a_stop_check_that_raises_ends_its_own_request_alone(lookahead, fault):
+    engine, _ = build(lookahead)
+
+    def check(output_ids: list[int]) -> bool:
+        if len(output_ids) == 3:
+            raise fault("no")
+        return False
+
+    before = engine.add([1, 2, 3], params(6))
+    bad = engine.add([4, 5], params(6), stop_check=check)
+    after = engine.add([6, 7, 8], params(6))
+    outputs = collect(engine)
+    assert outputs[bad].finish_reason == "error" and isinstance(outputs[bad].error, fault)
+    for name, prompt in ((before, [1, 2, 3]), (after, [6, 7, 8])):
+        assert list(outputs[name].new_token_ids) == continuation(prompt, 6, VOCAB)
+    assert engine.stats().kv.num_held == 0
+
+
+def test_an_interrupted_stop_check_comes_through_and_the_others_go_on():
+    engine, _ = build()
+
+    def check(output_ids: list[int]) -> bool:
+        raise KeyboardInterrupt
+
+    with engine.collect([([4, 5], params(6), check)]) as rows:
+        other = engine.add([6, 7, 8], params(6))
+        with pytest.raises(KeyboardInterrupt):
+            next(rows)
+    assert list(collect(engine)[other].new_token_ids) == continuation([6, 7, 8], 6, VOCAB)
+    assert engine.stats().kv.num_held == 0
+
+
+@pytest.mark.parametrize("use", ["abort itself", "abort another", "stream", "step", "close"])
+def test_a_stop_check_cannot_use_the_engine_under_its_hands(use):
+    engine, _ = build()
+    other = engine.add([6, 7, 8], params(6))
+    stream = engine.stream([9, 9], params(6))
+    uses = {
+        "abort itself": lambda: engine.abort("own"),
+        "abort another": lambda: engine.abort(other),
+        "stream": lambda: next(engine.stream([3, 3], params(2))),
+        "step": lambda: engine.step(),
+        "close": lambda: stream.close(),
+    }
+    engine.add([4, 5], params(6), request_id="own", stop_check=lambda ids: len(ids) == 2 and bool(uses[use]()))
+    outputs = collect(engine)
+    assert outputs["own"].finish_reason == "error"
+    assert isinstance(outputs["own"].error, InvalidRequestError) and "stop_check" in str(outputs["own"].error)
+    assert list(outputs[other].new_token_ids) == continuation([6, 7, 8], 6, VOCAB)
+    assert list(stream) == continuation([9, 9], 6, VOCAB)
+    assert engine.stats().kv.num_held == 0
+
+
+def test_a_launch_that_is_interrupted_again_and_again_is_raised_once_each_time(monkeypatch):
+    engine, runner = build()
+
+    def interrupted(plan):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "launch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.run([([1, 2], params(4))])
+    (output,) = engine.run([([1, 2], params(4))]).values()
+    assert list(output.new_token_ids) == continuation([1, 2], 4, VOCAB)
+
+
+def test_given_ids_do_not_clash_with_made_ones():
+    engine, _ = build()
+    engine.add([1, 2], params(4), request_id="request-0")
+    stream = engine.stream([1, 2], params(4), request_id="request-1")
+    assert engine.add([1, 2], params(4)) == "request-2"
+    assert list(stream) == continuation([1, 2], 4, VOCAB)
+    assert all(o.finish_reason == "length" for o in collect(engine).values())
