@@ -21,6 +21,7 @@ from depthfx.runtime.runner import Runner, RunnerShape
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, size_kv_blocks
 from depthfx.runtime.warmup import precompile_kernels
+from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings
 
 
@@ -42,13 +43,13 @@ def compile(model: PreTrainedModel, settings: Settings | None = None, **override
     try:
         _check_architecture(model)
         with _on_default_stream(next(model.parameters()).device):
-            engine = _build_engine(model, resolved, report)
+            compiled = Compiled(*_build_engine(model, resolved, report), report, resolved)
     except UnsupportedModelError as error:
         if resolved.on_unsupported == "raise":
             raise
         report.add("not compiled, generation runs in Hugging Face's own code", str(error))
-        engine = None
-    return as_depth_model(model, Compiled(engine, report, resolved))
+        compiled = Compiled(None, None, report, resolved)
+    return as_depth_model(model, compiled)
 
 
 def backend(
@@ -74,7 +75,7 @@ def _on_default_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> Engine:
+def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> tuple[Engine, WeightWatch]:
     device = next(model.parameters()).device
     cuda = device.type == "cuda"
     if settings.cuda_graphs and not cuda:
@@ -95,7 +96,8 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
     lookahead = settings.lookahead if settings.lookahead is not None else cuda
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
-    return Engine(scheduler, runner, vocab_size, lookahead, settings.check)
+    engine = Engine(scheduler, runner, vocab_size, lookahead, settings.check)
+    return engine, WeightWatch(model, (program.refill_tables, engine.forget_prefixes))
 
 
 def _build_runner(

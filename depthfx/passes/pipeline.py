@@ -57,6 +57,7 @@ class Program:
     kv_shape: KvShape
     kv_dtype: torch.dtype
     num_heads: int
+    refill_tables: Callable[[], None]  # to be called after weights were changed in place
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         logits: torch.Tensor = self.module(**{name: getattr(inputs, name) for name in StepInputs.names()})
@@ -89,9 +90,9 @@ def build_program(
         split_pieces(gm, ctx, compiler)
     kv_dtype = next(n.meta["example_value"].dtype for n in gm.graph.nodes if n.name == "kv_pool")
     with report.timed("bind weights"):
-        bind_weights(gm, ctx, model)
+        refill_tables = bind_weights(gm, ctx, model)
     assert ctx.kv_shape is not None
-    return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads)
+    return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads, refill_tables)
 
 
 def _rewritten(

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import fx
 
 from depthfx.passes.context import PassContext
 
 
-def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -> None:
-    """Turn weight inputs into attributes of ``gm``.
+def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -> Callable[[], None]:
+    """Turn weight inputs into attributes of ``gm``; the function returned fills the tables again, after weights have changed.
 
     A joined weight is one new tensor, and the parameters it was made of become views of it: no weight is stored twice,
     the model's ``state_dict`` stays as it was. One joined weight at a time is in memory beside its parts.
     """
     holder = torch.nn.Module()
     gm.add_submodule("weights", holder)
+    device = next(model.parameters()).device
+    fills: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
     for node in [n for n in gm.graph.nodes if n.op == "placeholder" and n.name in ctx.weights]:
         tensors = [_lookup(model, name) for name in ctx.weights[node.name]]
         if node.name in ctx.tables:
-            value = _fill_table(ctx.tables[node.name], ctx.num_positions, tensors, model)
+            fill = partial(_fill_table, ctx.tables[node.name], ctx.num_positions, tensors, device)
+            value = fill()
+            fills.append((value, fill))
         else:
             value = tensors[0].detach() if len(tensors) == 1 else _join(tensors)
         holder.register_buffer(node.name, value, persistent=False)
@@ -32,10 +39,16 @@ def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -
     gm.graph.lint()
     gm.recompile()
 
+    @torch.inference_mode()
+    def refill() -> None:
+        for table, fill in fills:
+            table.copy_(fill())  # in place: captured graphs hold its address
+
+    return refill
+
 
 @torch.no_grad()
-def _fill_table(recipe: fx.GraphModule, num_positions: int, tensors: list[torch.Tensor], model: torch.nn.Module) -> torch.Tensor:
-    device = next(model.parameters()).device
+def _fill_table(recipe: fx.GraphModule, num_positions: int, tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     table: torch.Tensor = recipe(torch.arange(num_positions, dtype=torch.int32, device=device), *tensors)
     return table.contiguous()
 

@@ -12,6 +12,7 @@ from depthfx.errors import UnsupportedOptionError
 from depthfx.report import CompileReport
 from depthfx.runtime import generation
 from depthfx.runtime.engine import Engine
+from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,8 +26,14 @@ class Compiled:
     """What :func:`depthfx.compile` attached to a model."""
 
     engine: Engine | None  # None: not compiled, Hugging Face's own code generates
+    weights: WeightWatch | None
     report: CompileReport
     settings: Settings
+
+    def follow_weights(self, model: torch.nn.Module) -> None:
+        """Let the engine see weights that were changed in place; raises for weights that were replaced."""
+        if self.weights is not None:
+            self.weights.follow(model)
 
 
 class DepthModel:
@@ -62,6 +69,7 @@ class DepthModel:
             reason = NOT_COMPILED if self._depthfx.engine is None else generation.unsupported_argument(kwargs)
             if reason is not None:
                 return self._without_engine(reason, "generate", *args, **kwargs)
+            self._depthfx.follow_weights(self)  # type: ignore[arg-type]
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +111,18 @@ class DepthModel:
         """
         if self._depthfx.engine is None:
             return self._without_engine(NOT_COMPILED, "generate_batch", inputs, generation_config, **kwargs)
+        self._depthfx.follow_weights(self)  # type: ignore[arg-type]
         return generation.generate_batch(self, inputs, generation_config, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Copies weights into the model; the engine computes with them from its next step on."""
+        if assign and self._depthfx.engine is not None:
+            raise UnsupportedOptionError(
+                "load_state_dict: assign=True would replace the weights that the engine reads; leave it out to copy into them"
+            )
+        loaded = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
+        self._depthfx.follow_weights(self)  # type: ignore[arg-type]
+        return loaded
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedOptionError(

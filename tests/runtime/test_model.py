@@ -93,6 +93,54 @@ def test_loading_weights_reaches_the_program():
     assert torch.equal(model.generate(**BATCH, **GREEDY), other.generate(**BATCH, **GREEDY))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("how", ["load_state_dict", "copy_", "engine"])
+def test_nothing_computed_from_old_weights_is_used_again(family, how):
+    model, other = depthfx.compile(build(family), inductor=False, kv_blocks=64), build(family)
+    batch = left_padded(prompts((40, 25), seed=3))
+    model.generate(**batch, **GREEDY)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(parameter.flip(0))
+        if how == "copy_":
+            for old, new in zip(model.parameters(), other.parameters(), strict=True):
+                old.copy_(new)
+        else:
+            model.load_state_dict(other.state_dict())
+    if how == "engine":
+        prompt = prompts((40,), seed=3)[0]
+        found = list(model.engine.stream(prompt, depthfx.SamplingParams(max_new_tokens=10)))
+        assert [found] == alone(other, [prompt], max_new_tokens=10)
+    else:
+        assert torch.equal(model.generate(**batch, **GREEDY), other.generate(**batch, **GREEDY))
+
+
+def _new_head(model):
+    model.lm_head = torch.nn.Linear(64, VOCABULARY, bias=False)
+
+
+def _new_parameter(model):
+    linear = model.model.layers[1].mlp.down_proj
+    linear.weight = torch.nn.Parameter(-linear.weight.detach())
+
+
+@pytest.mark.parametrize("replace", [_new_head, _new_parameter, lambda m: m.resize_token_embeddings(140)])
+def test_replaced_weights_are_refused(replace):
+    model = fresh()
+    replace(model)
+    with pytest.raises(UnsupportedOptionError, match=r"weight '.*' was replaced.*change weights in place.*or load the model again"):
+        model.generate(**BATCH, **GREEDY)
+    with pytest.raises(UnsupportedOptionError, match="was replaced"):
+        model.generate_batch([[1, 2]])
+
+
+def test_assigning_a_state_dict_is_refused():
+    model = fresh()
+    with pytest.raises(UnsupportedOptionError, match=r"assign=True.*leave it out"):
+        model.load_state_dict(reference().state_dict(), assign=True)
+    assert torch.equal(model.generate(**BATCH, **GREEDY), reference().generate(**BATCH, **GREEDY))
+
+
 def test_moves_and_copies():
     model = compiled()
     assert model.to("cpu") is model and model.float() is model and model.eval() is model

@@ -1,0 +1,40 @@
+"""Watch over the weights of a compiled model: what was computed from old ones is dropped, replaced ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from depthfx.errors import UnsupportedOptionError
+
+
+class WeightWatch:
+    """Compares the parameters of a model with what they were; ``on_change`` is called where some were changed in place.
+
+    It sees what torch counts (``copy_``, an optimiser's step, ``load_state_dict``), not writes through ``.data``.
+    """
+
+    def __init__(self, model: torch.nn.Module, on_change: Sequence[Callable[[], None]]) -> None:
+        self._on_change = on_change
+        self._seen = _state(model)
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Raises :class:`UnsupportedOptionError` naming a weight that is not the one the model was compiled with."""
+        now = _state(model)
+        if now == self._seen:
+            return
+        for name in sorted(now.keys() | self._seen.keys()):
+            if now.get(name, ())[:1] != self._seen.get(name, ())[:1]:
+                raise UnsupportedOptionError(
+                    f"weight {name!r} was replaced, added or removed after depthfx.compile, and the engine computes with the old ones: "
+                    "change weights in place (torch.no_grad and copy_, or load_state_dict), or load the model again and compile it as it shall be"
+                )
+        self._seen = now
+        for react in self._on_change:
+            react()
+
+
+def _state(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Address and count of changes of each parameter; tensors made in inference mode count nothing."""
+    return {name: (p.data_ptr(), 0 if p.is_inference() else p._version) for name, p in model.named_parameters()}
