@@ -53,8 +53,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("memory_budget_gib", "kv_blocks", "max_batch_size", "max_batch_tokens", "max_chunk_tokens", "max_model_len"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SettingError(f"setting {name}={value!r} must be positive; give a larger value or None to derive it")
+            if value is not None and not 0 < value < float("inf"):
+                raise SettingError(f"setting {name}={value!r} must be positive and finite; give another value or None to derive it")
         if self.block_tokens not in (8, 16, 32, 64, 128):
             raise SettingError(f"setting block_tokens={self.block_tokens!r} must be 8, 16, 32, 64 or 128")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

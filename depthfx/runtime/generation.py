@@ -84,6 +84,8 @@ def _counts_from_zero(positions: torch.Tensor, mask: torch.Tensor) -> bool:
 
 def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
     """Token ids of each row ``[B, n]`` without its left padding; raises for holes and right padding."""
+    if not input_ids.shape[0]:
+        raise InvalidRequestError(f"input_ids has shape {tuple(input_ids.shape)}; it must have at least one row: leave the call out")
     rows = input_ids.tolist()
     if attention_mask is None:
         return rows
@@ -164,7 +166,7 @@ def run_requests(model: DepthModel, requests: list[tuple[list[int], SamplingPara
 def _assemble(input_ids: torch.Tensor, outputs: list[list[int]], pad: torch.Tensor | None) -> torch.Tensor:
     longest = max(len(o) for o in outputs)
     fill = int(pad) if pad is not None else 0
-    new = torch.tensor([o + [fill] * (longest - len(o)) for o in outputs], dtype=input_ids.dtype, device=input_ids.device)
+    new = torch.tensor([o + [fill] * (longest - len(o)) for o in outputs], dtype=torch.int64, device=input_ids.device)
     return torch.cat([input_ids, new.view(len(outputs), longest)], dim=1)
 
 

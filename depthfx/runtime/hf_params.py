@@ -75,7 +75,8 @@ def _read_processor(processor: Any, prompt_width: int, padded: bool) -> dict[str
     if isinstance(processor, lp.TopKLogitsWarper):
         return {"top_k": int(processor.top_k)}
     if isinstance(processor, lp.TopPLogitsWarper):
-        return {"top_p": float(processor.top_p)} if processor.min_tokens_to_keep == 1 else None
+        usual = processor.min_tokens_to_keep == 1 and processor.top_p > 0.0
+        return {"top_p": float(processor.top_p)} if usual else None
     return {"min_p": float(processor.min_p)} if processor.min_tokens_to_keep == 1 else None
 
 

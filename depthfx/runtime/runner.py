@@ -71,13 +71,16 @@ class Runner:
         """Queue the work of ``plan`` and return at once; on a CPU the work is done when this returns.
 
         Every step runs on the device's default stream, whatever stream or device is current where the caller stands: the order
-        of steps is what keeps their shared buffers and KV blocks apart.
+        of steps is what keeps their shared buffers and KV blocks apart. The caller's autocast is left aside: program and KV
+        have the dtype that they were compiled with.
         """
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            return self._launch(plan)
+        with torch.autocast(self.device.type, enabled=False):
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
         plan = self._write_surplus(plan)
+        self._take_histories(plan)
         sampled = plan.sampled
         graph = self.graphs.find(plan)
         uploaded = self.staging.upload(plan, pad_to=graph.bucket if graph else None)
@@ -131,12 +134,15 @@ class Runner:
         if all(is_plain_greedy(c) for c in sampled):
             return greedy(logits)
         params = SamplingTensors.build(sampled, self.shape.vocab_size, self.device, pin=self.device.type == "cuda")
-        if params.penalises and self._seen is None:
-            self._seen = new_seen(self.shape.num_table_rows, self.shape.vocab_size, self.device)
-        if self._seen is not None:
-            reset_seen(self._seen, plan.decodes + plan.prefills)
         tokens, finite = sample(logits, params, self._seen)
         return torch.where(finite, tokens, -1)
+
+    def _take_histories(self, plan: StepPlan) -> None:
+        """Start the seen tokens of requests just admitted; their first chunk may well sample nothing, so before any sampling."""
+        if any(chunk.history is not None for chunk in plan.prefills):
+            if self._seen is None:
+                self._seen = new_seen(self.shape.num_table_rows, self.shape.vocab_size, self.device)
+            reset_seen(self._seen, plan.prefills)
 
     def _write_surplus(self, plan: StepPlan) -> StepPlan:
         """Apply block-table writes beyond what one upload holds (a very long reused prefix) beforehand."""

@@ -89,6 +89,39 @@ def test_greedy(case, batch):
     same(batch, **GREEDY[case])
 
 
+def test_a_penalty_sees_prompts_that_take_several_steps():
+    small = depthfx.compile(build("llama"), inductor=False, check=True, kv_blocks=64, max_batch_size=8, max_batch_tokens=24)
+    rows = prompts((60, 9, 40, 31), seed=4)
+    options = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.6, **NONE}
+    expected = [reference().generate(torch.tensor([row]), **options)[0, len(row) :].tolist() for row in rows]
+    assert small.generate(torch.tensor(rows[:1]), **options)[0, 60:].tolist() == expected[0]
+    plain = [([*row, 5], depthfx.SamplingParams(max_new_tokens=20)) for row in rows[1:]]  # share steps, penalise nothing
+    asked = [(row, depthfx.SamplingParams(max_new_tokens=12, repetition_penalty=1.6)) for row in rows]
+    outputs = list(small.engine.run(plain + asked).values())
+    assert [list(output.new_token_ids) for output in outputs[len(plain) :]] == expected
+
+
+def test_ids_of_32_bits():
+    narrow = {name: value.int() for name, value in BATCH.items()}
+    options = {"max_new_tokens": 5, "do_sample": False, **NONE}
+    expected, found = reference().generate(**narrow, **options), compiled().generate(**narrow, **options)
+    assert found.dtype is expected.dtype is torch.int64
+    assert torch.equal(found, expected)
+
+
+def test_top_p_of_zero_keeps_the_best_token():
+    options = {"max_new_tokens": 5, "do_sample": True, "top_p": 0.0, **NONE}
+    assert torch.equal(compiled().generate(**BATCH, **options), reference().generate(**BATCH, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}, {"do_sample": True, "top_k": 1}], ids=str)
+def test_autocast_of_the_caller_is_left_aside(options):
+    options = {"max_new_tokens": 5, "do_sample": False, **NONE, **options}
+    expected = reference().generate(**BATCH, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled().generate(**BATCH, **options), expected)
+
+
 @pytest.mark.parametrize("batch", [ONE, BATCH], ids=["one", "padded"])
 def test_ends_of_sequence(batch):
     first, second, third = frequent_tokens(batch, 3)
