@@ -155,7 +155,7 @@ def run_requests(model: DepthModel, requests: list[tuple[list[int], SamplingPara
             outputs[number].extend(output.new_token_ids)
             if streamer is not None:
                 for token in output.new_token_ids:
-                    streamer.put(torch.tensor([token]))
+                    streamer.put(torch.tensor([token], device="cpu"))
             if output.error is not None:
                 raise output.error
             if output.finish_reason == "length" and len(outputs[number]) < requests[number][1].max_new_tokens:

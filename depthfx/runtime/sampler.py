@@ -58,8 +58,8 @@ class SamplingTensors:
         width = max(map(len, forbidden), default=0)
         for row, ids in zip(rows_i, forbidden):
             row.extend(ids + (-1,) * (width - len(ids)))
-        ints = torch.tensor(rows_i, dtype=torch.int64).reshape(len(rows_i), _FIRST_EOS + width)
-        floats = torch.tensor(rows_f, dtype=torch.float32).reshape(len(rows_f), len(_NEUTRAL_FLOATS))
+        ints = torch.tensor(rows_i, dtype=torch.int64, device="cpu").reshape(len(rows_i), _FIRST_EOS + width)
+        floats = torch.tensor(rows_f, dtype=torch.float32, device="cpu").reshape(len(rows_f), len(_NEUTRAL_FLOATS))
         if pin:
             ints, floats = ints.pin_memory(), floats.pin_memory()
         drawn = [(i, f) for i, f in zip(rows_i, rows_f) if f[_TEMPERATURE] > 0.0]
@@ -115,7 +115,7 @@ def reset_seen(seen: torch.Tensor, chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         if chunk.history is not None:
             seen[chunk.table_row] = False
-            seen[chunk.table_row, torch.tensor(chunk.history, dtype=torch.int64).to(seen.device)] = True
+            seen[chunk.table_row, torch.tensor(chunk.history, dtype=torch.int64, device="cpu").to(seen.device)] = True
 
 
 def mark_seen(seen: torch.Tensor, table_rows: torch.Tensor, token_ids: torch.Tensor) -> None:

@@ -45,8 +45,8 @@ class Staging:
         tiles = max_tokens // PREFILL_TILE_ROWS + 2 * max_rows + 2
         capacity = 5 * max_tokens + 2 * self.max_writes + max_rows + 2 * tiles + 16 * _ALIGN
         pin = device.type == "cuda"
-        self._host = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pin) for _ in range(_RING)]
-        self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, pin_memory=pin) for _ in range(_RING)]
+        self._host = [torch.zeros(capacity, dtype=torch.int32, device="cpu", pin_memory=pin) for _ in range(_RING)]
+        self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, device="cpu", pin_memory=pin) for _ in range(_RING)]
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if pin else None
         self._turn = self._token_turn = 0
 

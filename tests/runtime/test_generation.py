@@ -122,6 +122,16 @@ def test_autocast_of_the_caller_is_left_aside(options):
         assert torch.equal(compiled().generate(**BATCH, **options), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}, {"do_sample": True, "top_k": 1}], ids=str)
+def test_the_default_device_is_not_where_host_tensors_go(options):
+    options = {"max_new_tokens": 5, "do_sample": False, **NONE, **options}
+    expected, model = reference().generate(**ONE, **options), build("llama")
+    with torch.device("meta"):
+        fresh = depthfx.compile(model, inductor=False, kv_blocks=64, max_batch_size=8)
+        found = fresh.generate(**ONE, **options)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("batch", [ONE, BATCH], ids=["one", "padded"])
 def test_ends_of_sequence(batch):
     first, second, third = frequent_tokens(batch, 3)
