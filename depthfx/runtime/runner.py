@@ -94,7 +94,8 @@ class Runner:
         else:
             tokens = self._sample(plan, logits)
             self.last_tokens[: tokens.shape[0]].copy_(tokens)
-        wanted = {c.request_id: logits[i].float() for i, c in enumerate(sampled) if c.sampling.external}
+        with torch.inference_mode(False):  # copies of their own, which the caller may write to
+            wanted = {c.request_id: logits[i].to(torch.float32, copy=True) for i, c in enumerate(sampled) if c.sampling.external}
         return self._to_host(plan, tokens, wanted)
 
     def wait(self, launched: Launched) -> StepResult:

@@ -101,6 +101,17 @@ def test_a_penalty_sees_prompts_that_take_several_steps():
     assert [list(output.new_token_ids) for output in outputs[len(plain) :]] == expected
 
 
+def test_logits_of_an_external_request_may_be_written_to():
+    engine = compiled().engine
+    name = engine.add([5, 6, 7], depthfx.SamplingParams(max_new_tokens=2, external=True))
+    (output,) = engine.step()
+    best = int(output.logits.argmax())
+    output.logits[best] = float("-inf")
+    assert int(output.logits.argmax()) != best
+    assert engine.abort(name)
+    assert engine.step()[0].finish_reason == "abort"
+
+
 def test_ids_of_32_bits():
     narrow = {name: value.int() for name, value in BATCH.items()}
     options = {"max_new_tokens": 5, "do_sample": False, **NONE}
