@@ -37,7 +37,8 @@ def split_pieces(gm: fx.GraphModule, ctx: PassContext, compile_piece: PieceCompi
         _replace(gm, run, f"piece_{number}", compiled[text], inputs, outputs)
     gm.recompile()
     direct = sum(1 for n in gm.graph.nodes if _is_direct(n))
-    ctx.report.add("compiled", f"{len(runs)} pieces share {len(compiled)} compiled bodies; {direct} depthfx ops are called directly")
+    rest = f"{len(runs)} pieces share {len(compiled)} compiled bodies" if runs else "nothing is left for Inductor"
+    ctx.report.add("compiled", f"{direct} depthfx ops, called directly; {rest}")
 
 
 def _is_direct(node: fx.Node) -> bool:
