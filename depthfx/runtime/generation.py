@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -190,6 +190,12 @@ def generate_batch(
     reason = _unsupported_batch(config, processors)
     if reason is not None:
         return model._without_engine(reason, "generate_batch", inputs, generation_config, **kwargs)
+    flat = next((p for p in inputs if not isinstance(p, Iterable)), None)
+    if flat is not None:
+        raise InvalidRequestError(
+            f"generate_batch: inputs holds {flat!r} of type {type(flat).__name__}; it must be a list of prompts, each a list of token ids: "
+            "wrap a single prompt in a list"
+        )
     prompts = [list(p) for p in inputs for _ in range(config.num_return_sequences or 1)]
     results = [
         GenerationOutput(request_id=f"req_{n}", prompt_ids=p, timestamps=[] if record_timestamps else None) for n, p in enumerate(prompts)

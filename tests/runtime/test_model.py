@@ -214,6 +214,8 @@ def test_generate_batch_with_one_bad_prompt():
     out = compiled().generate_batch([[5, 6], [], [7, VOCABULARY]], max_new_tokens=4)
     assert [r.status for r in out.values()] == [RequestStatus.FINISHED, RequestStatus.FAILED, RequestStatus.FAILED]
     assert "empty" in out["req_1"].error and str(VOCABULARY) in out["req_2"].error
+    with pytest.raises(InvalidRequestError, match=r"inputs holds 5 of type int; it must be a list of prompts"):
+        compiled().generate_batch([5, 6, 7], max_new_tokens=4)
     with pytest.raises(InvalidRequestError, match=r"unknown arguments.*max_tokens"):
         compiled().generate_batch([[5]], max_tokens=4)
     for option in ({"no_repeat_ngram_size": 2}, {"stop_strings": ["a"]}, {"num_beams": 2}):
