@@ -20,10 +20,10 @@ def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
     return torch.randint(10, vocab - 10, (batch, length), generator=generator).tolist()
 
 
-def time_depthfx(model: Any, batch: int, length: int, steps: int) -> list[float]:
-    """Seconds of each engine turn while ``batch`` requests decode, none finishing or joining."""
+def time_depthfx(model: Any, batch: int, length: int, steps: int) -> tuple[list[float], float]:
+    """Seconds of each engine turn while ``batch`` requests decode, none finishing or joining, and exposed host seconds a turn."""
     engine = model.engine
-    sampling = depthfx.SamplingParams(max_new_tokens=4096)
+    sampling = depthfx.SamplingParams(max_new_tokens=steps + 512)  # more than any request decodes while others still prefill
     waiting = {engine.add(prompt, sampling) for prompt in prompts(batch, length, model.config.vocab_size)}
     everyone = set(waiting)
     while waiting:
@@ -31,15 +31,23 @@ def time_depthfx(model: Any, batch: int, length: int, steps: int) -> list[float]
     for _ in range(4):
         engine.step()
     times = []
+    before = exposed_seconds(engine)
     for _ in range(steps):
         start = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - start)
+    exposed = (exposed_seconds(engine) - before) / steps
     for request_id in everyone:
         engine.abort(request_id)
     while engine.has_unfinished():
         engine.step()
-    return times
+    return times, exposed
+
+
+def exposed_seconds(engine: Any) -> float:
+    """Host seconds so far in which the device had nothing to do."""
+    stats = engine.stats()
+    return float(stats.exposed_seconds_per_step * stats.num_steps)
 
 
 def time_replay(model: Any, batch: int) -> list[float] | None:
@@ -123,7 +131,9 @@ def main() -> None:
     if "hf-static" in args.arms:
         for batch in args.hf_batches:
             start = time.perf_counter()
-            step = time_hf(model, batch, args.prompt, args.steps, cache_implementation="static")
+            # one cache length for all calls: another one would compile again
+            longest = args.prompt + args.steps + 8
+            step = time_hf(model, batch, args.prompt, args.steps, cache_implementation="static", max_cache_len=longest)
             add("HF static", batch, "ms a step", step * 1e3)
             add("HF static", batch, "s in all, with compilation", time.perf_counter() - start)
         torch._dynamo.reset()
@@ -135,11 +145,12 @@ def main() -> None:
         print(model.explain(), flush=True)
     if "depthfx" in args.arms:
         for batch in args.batches:
-            add("depthfx", batch, "ms a step", common.spread([t * 1e3 for t in time_depthfx(model, batch, args.prompt, args.steps)]))
+            times, exposed = time_depthfx(model, batch, args.prompt, args.steps)
+            add("depthfx", batch, "ms a step", common.spread([t * 1e3 for t in times]))
+            add("depthfx", batch, "exposed host ms a step", exposed * 1e3)
             replay = time_replay(model, batch)
             if replay:
                 add("depthfx", batch, "ms a replay, idle rows", common.spread([t * 1e3 for t in replay]))
-        add("depthfx", 0, "exposed host ms a step", model.engine.stats().exposed_seconds_per_step * 1e3)
     if "prefill" in args.arms:
         add("depthfx", 8, "prompt tokens/s, 8 x 2048", time_prefill(model, 8, 2048))
     common.print_table(rows, ["arm", "batch", "what", "median", "p10", "p90"])
