@@ -98,7 +98,8 @@ def time_hf(model: Any, batch: int, length: int, steps: int, **kwargs: Any) -> f
     return (took[2] - took[1]) / steps
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """Arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(common.SHAPES), default="llama3-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
@@ -110,7 +111,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
     parser.add_argument("--kv-blocks", type=int, default=None)
     parser.add_argument("--no-inductor", action="store_true")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     device = common.default_device()
     dtype = getattr(torch, args.dtype or ("float16" if device.type == "cuda" else "float32"))
     model = common.make_model(args.shape, device, dtype, args.layers)
