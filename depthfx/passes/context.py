@@ -28,7 +28,6 @@ class LayerSpan:
     attention: fx.Node
     hidden_in: fx.Node
     hidden_out: fx.Node
-    num_project_nodes: int  # nodes of the backward slice of K and V
 
 
 @dataclass

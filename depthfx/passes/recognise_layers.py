@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import fx
 
 from depthfx.errors import UnsupportedModelError
-from depthfx.passes import attention_marker
 from depthfx.passes.context import LayerSpan, PassContext, layer_key, module_path, value_of
 
 
@@ -15,7 +14,7 @@ def recognise_layers(gm: fx.GraphModule, ctx: PassContext) -> None:
     A layer must be one run of nodes, hold exactly one attention node, take one tensor from the layer before it and
     hand one tensor on. Layers are found by list index, never by family or by the path's prefix.
     """
-    attentions = [n for n in gm.graph.nodes if n.target is attention_marker.OP or _is_marker(n)]
+    attentions = [n for n in gm.graph.nodes if _is_marker(n)]
     if not attentions:
         raise UnsupportedModelError("the captured graph holds no attention call; the model does not use transformers' AttentionInterface")
     groups: dict[tuple[str, int], list[fx.Node]] = {}
@@ -80,8 +79,7 @@ def _span(
             f"layer {path} ({class_name}) has key width {value_of(k).shape[-1]} and value width {value_of(v).shape[-1]} "
             "(latent attention, MLA); depthfx supports equal widths only"
         )
-    project = _backward_slice([k, v], inside)
-    return LayerSpan(index, path, class_name, tuple(nodes), attention, hidden[0], outputs[0], len(project))
+    return LayerSpan(index, path, class_name, tuple(nodes), attention, hidden[0], outputs[0])
 
 
 def _depending_on(name: str, gm: fx.GraphModule) -> set[fx.Node]:
@@ -90,15 +88,4 @@ def _depending_on(name: str, gm: fx.GraphModule) -> set[fx.Node]:
     for node in gm.graph.nodes:
         if node.name == name or any(i in found for i in node.all_input_nodes):
             found.add(node)
-    return found
-
-
-def _backward_slice(roots: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [r for r in roots if r in inside]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(i for i in node.all_input_nodes if i in inside)
     return found

@@ -42,6 +42,7 @@ class Launched:
     """A step whose work is queued; ``tokens`` is on its way to the host."""
 
     plan: StepPlan
+    sampled: tuple[Chunk, ...]  # of the plan, in the order of the tokens
     tokens: torch.Tensor  # [R] int64 on the host, -1 where the logits were not finite
     done: torch.cuda.Event | None
     logits: dict[str, torch.Tensor]
@@ -92,19 +93,18 @@ class Runner:
         if graph is not None and all(is_plain_greedy(c) for c in sampled):
             tokens = graph.tokens[: len(sampled)]  # the graph has stored them in `last_tokens` itself
         else:
-            tokens = self._sample(plan, logits)
+            tokens = self._sample(sampled, logits)
             self.last_tokens[: tokens.shape[0]].copy_(tokens)
         with torch.inference_mode(False):  # copies of their own, which the caller may write to
             wanted = {c.request_id: logits[i].to(torch.float32, copy=True) for i, c in enumerate(sampled) if c.sampling.external}
-        return self._to_host(plan, tokens, wanted)
+        return self._to_host(plan, sampled, tokens, wanted)
 
     def wait(self, launched: Launched) -> StepResult:
         """Wait until the tokens of ``launched`` are on the host."""
         if launched.done is not None:
             launched.done.synchronize()
-        sampled = launched.plan.sampled
-        picked = launched.tokens[: len(sampled)].tolist()
-        tokens = tuple(-1 if c.sampling.external else t for c, t in zip(sampled, picked, strict=True))
+        picked = launched.tokens[: len(launched.sampled)].tolist()
+        tokens = tuple(-1 if c.sampling.external else t for c, t in zip(launched.sampled, picked, strict=True))
         return StepResult(launched.plan.step_id, tokens, tuple(t >= 0 for t in picked), launched.logits)
 
     def forward(self, uploaded: Uploaded) -> torch.Tensor:
@@ -129,9 +129,8 @@ class Runner:
             num_decode_rows=uploaded.num_decode_rows,
         )
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+    def _sample(self, sampled: tuple[Chunk, ...], logits: torch.Tensor) -> torch.Tensor:
         """Tokens ``[R]`` int64 of the step, -1 where the logits hold NaN."""
-        sampled = plan.sampled
         if all(is_plain_greedy(c) for c in sampled):
             return greedy(logits)
         params = SamplingTensors.build(sampled, self.shape.vocab_size, self.device, pin=self.device.type == "cuda")
@@ -157,11 +156,11 @@ class Runner:
                 torch.cuda.current_stream(self.device).synchronize()  # the buffers in rotation are for one upload a step
         return plan
 
-    def _to_host(self, plan: StepPlan, tokens: torch.Tensor, logits: dict[str, torch.Tensor]) -> Launched:
+    def _to_host(self, plan: StepPlan, sampled: tuple[Chunk, ...], tokens: torch.Tensor, logits: dict[str, torch.Tensor]) -> Launched:
         if self.device.type != "cuda":
-            return Launched(plan, tokens, None, logits)
+            return Launched(plan, sampled, tokens, None, logits)
         host = self.staging.token_buffer()
         host[: tokens.shape[0]].copy_(tokens, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(plan, host, done, logits)
+        return Launched(plan, sampled, host, done, logits)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = 1.4426950408889634
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 
