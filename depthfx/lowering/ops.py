@@ -12,9 +12,10 @@ from depthfx.lowering.kernel_spec import KERNELS, enable_pdl
 from depthfx.lowering.kernels._scratch import reserve_scratch
 
 __all__ = [
-    "ADD_RMS_NORM", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR", "LINEAR_ADD", "PAGED_ATTENTION", "RMS_NORM",
-    "ROTARY_APPEND", "add_rms_norm", "enable_pdl", "gated_activation", "gated_linear", "kv_append", "linear", "linear_add",
-    "paged_attention", "reserve_scratch", "rms_norm", "rotary_append",
+    "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR", "LINEAR_ADD",
+    "PAGED_ATTENTION", "RMS_NORM", "ROTARY_APPEND", "add_rms_norm", "dual_gated_linear", "dual_linear", "enable_pdl",
+    "gated_activation", "gated_linear", "kv_append", "linear", "linear_add", "paged_attention", "reserve_scratch", "rms_norm",
+    "rotary_append",
 ]  # fmt: skip
 
 KERNELS.names()  # imports every kernel file, which defines its op
@@ -25,6 +26,8 @@ LINEAR = torch.ops.depthfx.linear.default
 LINEAR_ADD = torch.ops.depthfx.linear_add.default
 GATED_LINEAR = torch.ops.depthfx.gated_linear.default
 GATED_ACTIVATION = torch.ops.depthfx.gated_activation.default
+DUAL_LINEAR = torch.ops.depthfx.dual_linear.default
+DUAL_GATED_LINEAR = torch.ops.depthfx.dual_gated_linear.default
 KV_APPEND = torch.ops.depthfx.kv_append.default
 ROTARY_APPEND = torch.ops.depthfx.rotary_append.default
 PAGED_ATTENTION = torch.ops.depthfx.paged_attention.default
@@ -53,6 +56,22 @@ def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) ->
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
     """``act(x Wg^T) * (x Wu^T)``; weight [2F, K], gate rows first; activation "silu", "gelu_tanh" or "gelu"."""
     return GATED_LINEAR(x, weight, activation)
+
+
+def dual_linear(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``x W^T + bias`` with W [N, K] stored as two bytes; full precision reads both, fast one."""
+    return DUAL_LINEAR(x, upper, lower, shift, layer_precision, layer, precision, format, bias)
+
+
+def dual_gated_linear(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, activation: str,
+) -> torch.Tensor:  # fmt: skip
+    """``act(x Wg^T) * (x Wu^T)`` with W [2F, K] stored as two bytes, gate rows first."""
+    return DUAL_GATED_LINEAR(x, upper, lower, shift, layer_precision, layer, precision, format, activation)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

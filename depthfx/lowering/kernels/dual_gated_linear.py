@@ -1,0 +1,72 @@
+"""Gate and up projections with their activation, from a weight that is stored as two bytes.
+
+``out = round(act(round(x Wg^T))) * round(x Wu^T)``; upper and lower [2F, K] uint8 hold the gate rows, then the up rows; x [T, K],
+out [T, F]. What W is in full and in fast precision, and who decides, stands in `dual_linear`.
+Example with silu (nested_e5m2, fast): x = [1], upper = [[0x00], [0x42]] (0 and 3): out = silu(0) * 3 = 0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from depthfx.lowering.kernel_spec import Case, KernelSpec, register_kernel
+from depthfx.lowering.kernels import gated_activation, gated_linear
+from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE
+from depthfx.lowering.kernels._dual_weight import SHAPES, DualShape, draw_inputs, is_full, plain_weight, shape_label, stored_weight
+from depthfx.lowering.kernels.dual_linear import in_stored_order
+
+
+def reference(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, activation: str,
+) -> torch.Tensor:  # fmt: skip
+    """Plain PyTorch."""
+    weight = plain_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision))
+    return gated_activation.reference(torch.nn.functional.linear(x, weight.to(x.dtype)), activation)
+
+
+def cpu(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, activation: str,
+) -> torch.Tensor:  # fmt: skip
+    """The weight in stored order, then the CPU's gated linear."""
+    weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
+    return gated_linear.cpu(in_stored_order(x), weight, activation)
+
+
+def launch(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, activation: str,
+) -> torch.Tensor:  # fmt: skip
+    weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
+    return gated_linear.launch(in_stored_order(x), weight, activation)
+
+
+def fake(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, activation: str,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], upper.shape[0] // 2))
+
+
+def _case(shape: DualShape, activation: str, extra: int = 0) -> Case:
+    def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
+        return (*draw_inputs(shape, extra)(g, dtype), activation)
+
+    return Case(f"{shape_label(shape, shape[1] // 2)}-{activation}", make, DOT_TOLERANCE, DOT_REASON)
+
+
+register_kernel(
+    KernelSpec(
+        name="dual_gated_linear",
+        schema=(
+            "(Tensor x, Tensor upper, Tensor lower, Tensor? shift, Tensor layer_precision, int layer, int precision, str format, "
+            "str activation) -> Tensor"
+        ),
+        reference=reference,
+        cpu=cpu,
+        launch=launch,
+        fake=fake,
+        cases=tuple(_case(s, ("silu", "gelu", "gelu_tanh")[i % 3], extra=8 * (i % 2)) for i, s in enumerate(SHAPES)),
+    )
+)

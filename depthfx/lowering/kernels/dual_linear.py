@@ -1,0 +1,83 @@
+"""A linear layer whose weight is stored as two bytes: full precision reads both, fast only the first.
+
+``out[t, n] = 2^shift[n] * sum_k x[t, k] w[n, k] + bias[n]``; x [T, K], out [T, N], bias [N]; upper and lower [N, K] uint8 in stored order.
+Full: w is the joined float16 weight. Fast: w is the number that the upper byte is in FP8, times 2^-8 for E4M3; lower is not read.
+``precision`` 1 or 0 says which; with -1 ``layer_precision[layer]`` on the device does (not 0: full). A hint must agree with the flags.
+Example (nested_e5m2): upper 0x3D, lower 0x80: w is 1.125 in full and 1.25 in fast precision.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from depthfx.lowering.fragment_order import fragment_columns, is_fragment_order
+from depthfx.lowering.kernel_spec import Case, KernelSpec, register_kernel
+from depthfx.lowering.kernels import linear
+from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
+from depthfx.lowering.kernels._dual_weight import SHAPES, DualShape, draw_inputs, is_full, plain_weight, shape_label, stored_weight
+
+
+def reference(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Plain PyTorch."""
+    weight = plain_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision))
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def in_stored_order(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [T, K] with its columns in the order of the stored bytes: cheaper than to order the weight."""
+    return x[:, fragment_columns(x.shape[1], x.device)] if is_fragment_order(x.shape[1]) else x
+
+
+def cpu(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """The weight in stored order, then the CPU's linear."""
+    weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
+    return linear.cpu(in_stored_order(x), weight, bias)
+
+
+def launch(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
+    return linear.launch(in_stored_order(x), weight, bias)
+
+
+def fake(
+    x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], upper.shape[0]))
+
+
+def _case(shape: DualShape, bias: bool = False, extra: int = 0) -> Case:
+    def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
+        return (*draw_inputs(shape, extra)(g, dtype), randn(g, dtype, shape[1]) if bias else None)
+
+    return Case(f"{shape_label(shape, shape[1])}-bias{bias:d}", make, DOT_TOLERANCE, DOT_REASON)
+
+
+register_kernel(
+    KernelSpec(
+        name="dual_linear",
+        schema=(
+            "(Tensor x, Tensor upper, Tensor lower, Tensor? shift, Tensor layer_precision, int layer, int precision, str format, "
+            "Tensor? bias) -> Tensor"
+        ),
+        reference=reference,
+        cpu=cpu,
+        launch=launch,
+        fake=fake,
+        cases=(
+            *(_case(shape, bias=index % 3 == 0, extra=8 * (index % 2)) for index, shape in enumerate(SHAPES)),
+            _case((1, 33, 200, "nested_e4m3", 1, -1), bias=True, extra=8),
+            _case((2, 33, 1024, "nested_e5m2", 0, -1)),
+            _case((5, 33, 576, "nested_e4m3_scaled", 1, -1), bias=True),
+        ),
+    )
+)
