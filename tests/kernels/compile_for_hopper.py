@@ -37,6 +37,7 @@ def _facts(op: str, kernel: Any, name: str, pdl: bool, uses_dot: bool) -> dict[s
         "pdl": pdl,
         "uses_dot": uses_dot,
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "register_operands": len(re.findall(r"wgmma\.mma_async\S* \{[^}]*\}, \{", ptx)),
         "cp_async": len(re.findall(r"cp\.async\.c[ag]", ptx)),
         "tensor_copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "spills": len(re.findall(r"\.local\b", ptx)),
@@ -51,6 +52,8 @@ _LABELS = {
     "paged_attention": ("decode-9:3x64-padding", "prefill-two-tiles-from-the-middle"),
     "linear": ("1x72x576-bias1", "3x128x1024-bias0"),
     "gated_linear": ("1x96x576-silu", "3x64x1024-gelu_tanh"),
+    "dual_linear": ("1x66x576-nested_e4m3-full-hint-1-bias1", "3x128x1024-nested_e4m3_scaled-full-hint-1-bias0"),
+    "dual_gated_linear": ("1x33x576-nested_e4m3-full-hint-1-silu", "3x64x1024-nested_e5m2-fast-hint-1-gelu_tanh"),
 }
 
 

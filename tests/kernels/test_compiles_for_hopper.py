@@ -47,6 +47,17 @@ def test_weights_are_copied_asynchronously_or_in_16_byte_loads(compiled):
             assert (c["cp_async"] if c["uses_dot"] else c["wide_loads"]) > 0, c
 
 
+def test_dual_weights_go_from_wide_loads_through_registers_to_the_tensor_cores(compiled):
+    found = [c for c in compiled if c["kernel"] == "_dual_linear_kernel"]
+    assert {(c["op"], c["uses_dot"]) for c in found} == {(op, dot) for op in ("dual_linear", "dual_gated_linear") for dot in (True, False)}
+    for c in found:
+        assert c["spills"] == 0, c
+        if c["uses_dot"]:
+            assert c["cp_async"] > 0 and c["register_operands"] == c["wgmma"] > 0, c
+        else:
+            assert c["wide_loads"] > 0, c
+
+
 def test_the_prefill_kernel_for_hopper_loads_by_the_copy_engine_and_keeps_its_sums_in_registers(compiled):
     found = [c for c in compiled if c["kernel"] == "_hopper_prefill_kernel"]
     assert len(found) == 2

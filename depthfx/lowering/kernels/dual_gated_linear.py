@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from depthfx.lowering.kernel_spec import Case, KernelSpec, register_kernel
+from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import gated_activation, gated_linear
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE
+from depthfx.lowering.kernels._dual_linear import is_small_dual, launch_small_dual
 from depthfx.lowering.kernels._dual_weight import SHAPES, DualShape, draw_inputs, is_full, plain_weight, shape_label, stored_weight
 from depthfx.lowering.kernels.dual_linear import in_stored_order
 
@@ -38,6 +39,9 @@ def launch(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
     layer: int, precision: int, format: str, activation: str,
 ) -> torch.Tensor:  # fmt: skip
+    code = gated_activation.activation_code(activation)
+    if is_small_dual(x):
+        return launch_small_dual(inner_contiguous(x), upper, lower, shift, layer_precision, layer, format, activation=code)
     weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
     return gated_linear.launch(in_stored_order(x), weight, activation)
 

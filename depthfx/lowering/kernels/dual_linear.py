@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 
 from depthfx.lowering.fragment_order import fragment_columns, is_fragment_order
-from depthfx.lowering.kernel_spec import Case, KernelSpec, register_kernel
+from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import linear
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
+from depthfx.lowering.kernels._dual_linear import is_small_dual, launch_small_dual
 from depthfx.lowering.kernels._dual_weight import SHAPES, DualShape, draw_inputs, is_full, plain_weight, shape_label, stored_weight
 
 
@@ -44,6 +45,8 @@ def launch(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
     layer: int, precision: int, format: str, bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
+    if is_small_dual(x):
+        return launch_small_dual(inner_contiguous(x), upper, lower, shift, layer_precision, layer, format, bias=bias)
     weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
     return linear.launch(in_stored_order(x), weight, bias)
 
