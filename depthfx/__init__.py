@@ -9,15 +9,20 @@ from depthfx.settings import Settings
 
 if TYPE_CHECKING:
     from depthfx.api import compile
+    from depthfx.lowering.load_model import load
 
 __version__ = "0.1.0"
-__all__ = ["SamplingParams", "Settings", "__version__", "compile"]
+__all__ = ["SamplingParams", "Settings", "__version__", "compile", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    # compile needs torch, transformers and triton; `import depthfx` alone stays light and touches no device
+    # these need torch, transformers and triton; `import depthfx` alone stays light and touches no device
     if name == "compile":
         from depthfx.api import compile
 
         return compile
+    if name == "load":
+        from depthfx.lowering.load_model import load
+
+        return load
     raise AttributeError(f"module 'depthfx' has no attribute {name!r}")

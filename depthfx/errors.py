@@ -43,6 +43,10 @@ class FormatError(DepthfxError, ValueError):
     """A weight does not fit a nested format, or is not a 16-bit matrix."""
 
 
+class CheckpointError(DepthfxError, ValueError):
+    """A folder of weights is missing, incomplete, altered, of another version, or belongs to another model."""
+
+
 class RegistryError(DepthfxError, KeyError):
     """A plug-in name is used twice or is unknown."""
 

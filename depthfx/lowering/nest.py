@@ -90,6 +90,22 @@ def concatenate(parts: Sequence[NestedWeight]) -> NestedWeight:
     return nest(torch.cat([unnest(p, dtype) for p in parts]))
 
 
+@torch.no_grad()
+def fast_error_of(nested: NestedWeight) -> float:
+    """Relative error of fast mode: the norm of what the persistent bytes miss over the norm of the joined weight."""
+    if nested.lower is None:
+        return 0.0
+    form = FORMATS.get(nested.format)
+    missed = norm = 0.0
+    for rows in _slices(nested.upper):
+        shift = None if nested.shift is None else nested.shift[rows]
+        part = NestedWeight(nested.format, nested.upper[rows], nested.lower[rows], shift)
+        exact = form.join(part).float()
+        norm += float(exact.square().sum(dtype=torch.float64))
+        missed += float((form.fast_values(part) - exact).square().sum(dtype=torch.float64))
+    return (missed / norm) ** 0.5 if norm else 0.0
+
+
 def split_rows(nested: NestedWeight, counts: Sequence[int]) -> list[NestedWeight]:
     """``nested`` ``[N, K]`` as weights of ``counts`` rows each (their sum is N), one after the other; they share its memory."""
     if sum(counts) != nested.upper.shape[0]:

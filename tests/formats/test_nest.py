@@ -7,8 +7,8 @@ import torch
 
 from depthfx.errors import FormatError
 from depthfx.lowering import nest as nesting
-from depthfx.lowering.nest import concatenate, nest, nest_counted, split_rows, unnest
-from depthfx.lowering.nested_format import FORMATS, NestedWeight
+from depthfx.lowering.nest import concatenate, fast_error_of, nest, nest_counted, split_rows, unnest
+from depthfx.lowering.nested_format import FORMATS, NestedWeight, fast_error
 
 # A largest value for each format, and the smallest subnormal where the scaled format shall not do.
 CONTENT = {"nested_e4m3": [1.5], "nested_e4m3_scaled": [9.25], "nested_e5m2": [100.0, 2.0**-24], "plain16": [float("inf")]}
@@ -146,3 +146,11 @@ def test_rows_of_a_weight_share_its_memory(name):
         check_bits(unnest(part, torch.float16), rows)
     with pytest.raises(FormatError, match=r"rows \[4, 1\] do not add up to the 6 rows"):
         split_rows(whole, [4, 1])
+
+
+@pytest.mark.parametrize("name", FORMATS.names())
+def test_error_of_the_stored_bytes(name, monkeypatch):
+    weight = weight_for(name, rows=11)
+    monkeypatch.setitem(nesting._SLICE, "cpu", 3 * 128)
+    expected = 0.0 if name == "plain16" else fast_error(weight, FORMATS.get(name).split(weight))
+    assert fast_error_of(nest(weight)) == pytest.approx(expected, rel=1e-5)
