@@ -13,9 +13,9 @@ from depthfx.lowering.kernels._scratch import reserve_scratch
 
 __all__ = [
     "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR", "LINEAR_ADD",
-    "PAGED_ATTENTION", "RMS_NORM", "ROTARY_APPEND", "add_rms_norm", "dual_gated_linear", "dual_linear", "enable_pdl",
-    "gated_activation", "gated_linear", "kv_append", "linear", "linear_add", "paged_attention", "reserve_scratch", "rms_norm",
-    "rotary_append",
+    "PAGED_ATTENTION", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "add_rms_norm", "dual_gated_linear", "dual_linear",
+    "enable_pdl", "gated_activation", "gated_linear", "kv_append", "linear", "linear_add", "paged_attention", "quantize_rows",
+    "reserve_scratch", "rms_norm", "rotary_append",
 ]  # fmt: skip
 
 KERNELS.names()  # imports every kernel file, which defines its op
@@ -28,6 +28,7 @@ GATED_LINEAR = torch.ops.depthfx.gated_linear.default
 GATED_ACTIVATION = torch.ops.depthfx.gated_activation.default
 DUAL_LINEAR = torch.ops.depthfx.dual_linear.default
 DUAL_GATED_LINEAR = torch.ops.depthfx.dual_gated_linear.default
+QUANTIZE_ROWS = torch.ops.depthfx.quantize_rows.default
 KV_APPEND = torch.ops.depthfx.kv_append.default
 ROTARY_APPEND = torch.ops.depthfx.rotary_append.default
 PAGED_ATTENTION = torch.ops.depthfx.paged_attention.default
@@ -72,6 +73,11 @@ def dual_gated_linear(
 ) -> torch.Tensor:  # fmt: skip
     """``act(x Wg^T) * (x Wu^T)`` with W [2F, K] stored as two bytes, gate rows first."""
     return DUAL_GATED_LINEAR(x, upper, lower, shift, layer_precision, layer, precision, format, activation)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(x / scale in E4M3 and in stored order, scale [T])``, one scale for each row of x [T, K]."""
+    return QUANTIZE_ROWS(x)
 
 
 def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -52,7 +52,11 @@ _LABELS = {
     "paged_attention": ("decode-9:3x64-padding", "prefill-two-tiles-from-the-middle"),
     "linear": ("1x72x576-bias1", "3x128x1024-bias0"),
     "gated_linear": ("1x96x576-silu", "3x64x1024-gelu_tanh"),
-    "dual_linear": ("1x66x576-nested_e4m3-full-hint-1-bias1", "3x128x1024-nested_e4m3_scaled-full-hint-1-bias0"),
+    "dual_linear": (
+        "1x66x576-nested_e4m3-full-hint-1-bias1",
+        "3x128x1024-nested_e4m3_scaled-full-hint-1-bias0",
+        "65x48x64-nested_e4m3_scaled-full-hint1-bias1",
+    ),
     "dual_gated_linear": ("1x33x576-nested_e4m3-full-hint-1-silu", "3x64x1024-nested_e5m2-fast-hint-1-gelu_tanh"),
 }
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from depthfx.lowering.fragment_order import is_fragment_order
 from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
 from depthfx.lowering.kernels._device import activate, dot, pdl_release, pdl_wait, prefetch_l2
-from depthfx.lowering.kernels._dual_weight import coding_of
+from depthfx.lowering.kernels._dual_weight import check_stored, coding_of
 from depthfx.lowering.kernels._join_bytes import join_bytes, power_of_two, stored_order, true_order, widen_bytes
 from depthfx.lowering.kernels._scratch import scratch_of
 from depthfx.lowering.kernels._small_linear import MAX_SMALL_ROWS, PREFETCH_BYTES, LinearConfig, _halves
@@ -233,6 +233,7 @@ def launch_small_dual(
     name: str, bias: torch.Tensor | None = None, activation: int = 0, config: LinearConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``x W^T`` with the given epilogue, in the precision of ``layer_precision[layer]``; ``config`` replaces :func:`dual_config`."""
+    check_stored(upper, lower)
     num_rows, num_inputs = x.shape
     num_outputs = upper.shape[0] // 2 if activation else upper.shape[0]
     config = config or dual_config(num_rows, upper.shape[0], num_inputs, device_sms(x.device))

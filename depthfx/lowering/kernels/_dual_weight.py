@@ -15,7 +15,7 @@ from depthfx.errors import FormatError
 from depthfx.lowering.formats._bits import weight_of
 from depthfx.lowering.formats.nested_e4m3 import SCALE, join_codes
 from depthfx.lowering.fragment_order import from_fragment_order, to_fragment_order
-from depthfx.lowering.kernels._cases import randn
+from depthfx.lowering.kernels._cases import BF16, F16, F32, randn
 from depthfx.lowering.nested_format import FORMATS, NestedFormat, NestedWeight
 
 # How the kernels know the formats: the coding of a byte pair, and whether rows carry a shift.
@@ -31,6 +31,16 @@ def coding_of(name: str, shift: torch.Tensor | None) -> int:
         given = "no shift" if shift is None else f"a shift of shape {tuple(shift.shape)}"
         raise FormatError(f"format {name!r} came with {given}; pass the shift that its split returned, and None for other formats")
     return CODINGS[name]
+
+
+def check_stored(upper: torch.Tensor, lower: torch.Tensor) -> None:
+    """``ValueError`` unless both planes are contiguous [N, K] uint8 of one shape, which the kernels take for granted."""
+    for plane, t in (("upper", upper), ("lower", lower)):
+        if t.dtype is not torch.uint8 or t.shape != upper.shape or t.dim() != 2 or not t.is_contiguous():
+            raise ValueError(
+                f"the {plane} bytes are {t.dtype} of shape {list(t.shape)} and strides {t.stride()}; both planes of a stored weight must "
+                f"be contiguous [N, K] uint8 (upper is {list(upper.shape)}): store them with to_fragment_order(...).contiguous()"
+            )
 
 
 def is_full(layer_precision: torch.Tensor, layer: int, precision: int) -> bool:
@@ -65,6 +75,10 @@ def stored_weight(
         return weight.to(dtype)
     return torch.ldexp(weight.float(), shift.to(torch.int32)[:, None]).to(dtype)
 
+
+# Many rows in fast precision: on compute capability 9 the activations are FP8 too.
+FP8_TOLERANCE = {F32: 2e-5, F16: 0.15, BF16: 0.15}
+FP8_REASON = "activations rounded to three bits are off by 2.6 % (rms); the largest of some 20,000 outputs by five times that"
 
 # Cases: rows, outputs, inputs, format, the flag of layer 1 of three (the others have the opposite one) and the hint.
 DualShape = tuple[int, int, int, str, int, int]

@@ -13,7 +13,19 @@ from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, reg
 from depthfx.lowering.kernels import gated_activation, gated_linear
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE
 from depthfx.lowering.kernels._dual_linear import is_small_dual, launch_small_dual
-from depthfx.lowering.kernels._dual_weight import SHAPES, DualShape, draw_inputs, is_full, plain_weight, shape_label, stored_weight
+from depthfx.lowering.kernels._dual_weight import (
+    FP8_REASON,
+    FP8_TOLERANCE,
+    SHAPES,
+    DualShape,
+    draw_inputs,
+    is_full,
+    plain_weight,
+    shape_label,
+    stored_weight,
+)
+from depthfx.lowering.kernels._fp8_linear import launch_fp8, uses_fp8
+from depthfx.lowering.kernels._join_weight import launch_joined
 from depthfx.lowering.kernels.dual_linear import in_stored_order
 
 
@@ -42,8 +54,9 @@ def launch(
     code = gated_activation.activation_code(activation)
     if is_small_dual(x):
         return launch_small_dual(inner_contiguous(x), upper, lower, shift, layer_precision, layer, format, activation=code)
-    weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
-    return gated_linear.launch(in_stored_order(x), weight, activation)
+    if uses_fp8(x, upper, precision):
+        return gated_activation.launch(launch_fp8(x, upper, shift, format), activation)
+    return gated_activation.launch(launch_joined(x, upper, lower, shift, layer_precision, layer, format), activation)
 
 
 def fake(
@@ -53,11 +66,11 @@ def fake(
     return x.new_empty((x.shape[0], upper.shape[0] // 2))
 
 
-def _case(shape: DualShape, activation: str, extra: int = 0) -> Case:
+def _case(shape: DualShape, activation: str, extra: int = 0, tolerance: dict = DOT_TOLERANCE, reason: str = DOT_REASON) -> Case:
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
         return (*draw_inputs(shape, extra)(g, dtype), activation)
 
-    return Case(f"{shape_label(shape, shape[1] // 2)}-{activation}", make, DOT_TOLERANCE, DOT_REASON)
+    return Case(f"{shape_label(shape, shape[1] // 2)}-{activation}", make, tolerance, reason)
 
 
 register_kernel(
@@ -71,6 +84,9 @@ register_kernel(
         cpu=cpu,
         launch=launch,
         fake=fake,
-        cases=tuple(_case(s, ("silu", "gelu", "gelu_tanh")[i % 3], extra=8 * (i % 2)) for i, s in enumerate(SHAPES)),
+        cases=(
+            *(_case(s, ("silu", "gelu", "gelu_tanh")[i % 3], extra=8 * (i % 2)) for i, s in enumerate(SHAPES)),
+            _case((512, 64, 128, "nested_e4m3", 0, 0), "silu", tolerance=FP8_TOLERANCE, reason=FP8_REASON),
+        ),
     )
 )

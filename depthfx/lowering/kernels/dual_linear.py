@@ -15,7 +15,19 @@ from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, reg
 from depthfx.lowering.kernels import linear
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
 from depthfx.lowering.kernels._dual_linear import is_small_dual, launch_small_dual
-from depthfx.lowering.kernels._dual_weight import SHAPES, DualShape, draw_inputs, is_full, plain_weight, shape_label, stored_weight
+from depthfx.lowering.kernels._dual_weight import (
+    FP8_REASON,
+    FP8_TOLERANCE,
+    SHAPES,
+    DualShape,
+    draw_inputs,
+    is_full,
+    plain_weight,
+    shape_label,
+    stored_weight,
+)
+from depthfx.lowering.kernels._fp8_linear import launch_fp8, uses_fp8
+from depthfx.lowering.kernels._join_weight import launch_joined
 
 
 def reference(
@@ -47,8 +59,9 @@ def launch(
 ) -> torch.Tensor:  # fmt: skip
     if is_small_dual(x):
         return launch_small_dual(inner_contiguous(x), upper, lower, shift, layer_precision, layer, format, bias=bias)
-    weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
-    return linear.launch(in_stored_order(x), weight, bias)
+    if uses_fp8(x, upper, precision):
+        return launch_fp8(x, upper, shift, format, bias)
+    return launch_joined(x, upper, lower, shift, layer_precision, layer, format, bias)
 
 
 def fake(
@@ -58,11 +71,11 @@ def fake(
     return x.new_empty((x.shape[0], upper.shape[0]))
 
 
-def _case(shape: DualShape, bias: bool = False, extra: int = 0) -> Case:
+def _case(shape: DualShape, bias: bool = False, extra: int = 0, tolerance: dict = DOT_TOLERANCE, reason: str = DOT_REASON) -> Case:
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
         return (*draw_inputs(shape, extra)(g, dtype), randn(g, dtype, shape[1]) if bias else None)
 
-    return Case(f"{shape_label(shape, shape[1])}-bias{bias:d}", make, DOT_TOLERANCE, DOT_REASON)
+    return Case(f"{shape_label(shape, shape[1])}-bias{bias:d}", make, tolerance, reason)
 
 
 register_kernel(
@@ -81,6 +94,8 @@ register_kernel(
             _case((1, 33, 200, "nested_e4m3", 1, -1), bias=True, extra=8),
             _case((2, 33, 1024, "nested_e5m2", 0, -1)),
             _case((5, 33, 576, "nested_e4m3_scaled", 1, -1), bias=True),
+            _case((512, 48, 128, "nested_e4m3_scaled", 0, 0), bias=True, tolerance=FP8_TOLERANCE, reason=FP8_REASON),
+            _case((513, 32, 64, "nested_e5m2", 0, 0), tolerance=FP8_TOLERANCE, reason=FP8_REASON),
         ),
     )
 )

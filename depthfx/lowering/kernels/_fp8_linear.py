@@ -1,0 +1,49 @@
+"""Fast precision for many rows: the stored upper bytes and FP8 activations straight into the FP8 tensor cores of Hopper.
+
+``out[t, n] = scale[t] * 2^(shift[n] - 8) * sum_p q[t, p] fp8(upper[n, p])`` (2^0 for E5M2): q and the bytes lie in the same order, so
+no weight is moved. Only for steps known to be fast on the host, since the choice of kernel cannot wait for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from depthfx.lowering.kernels import quantize_rows
+from depthfx.lowering.kernels._dual_weight import E4M3, coding_of
+
+MIN_ROWS = 512  # below, reading the weight takes as long as the product, and 16-bit activations are the better ones
+
+
+def uses_fp8(x: torch.Tensor, upper: torch.Tensor, precision: int) -> bool:
+    """Whether FP8 tensor cores serve this product: capability 9.x, all layers fast, many 16-bit rows, sides multiples of 16."""
+    return (
+        precision == 0
+        and x.shape[0] >= MIN_ROWS
+        and x.element_size() == 2
+        and upper.shape[0] % 16 == 0
+        and upper.shape[1] % 16 == 0
+        and x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9  # there row-wise scales go to cuBLAS, which writes float16 too
+    )
+
+
+def row_scales(num_outputs: int, shift: torch.Tensor | None, coding: int, device: torch.device) -> torch.Tensor:
+    """``[1, N]`` fp32: what the sum over FP8 numbers of each weight row is multiplied with."""
+    power = 8 if coding == E4M3 else 0
+    if shift is None:
+        return torch.full((1, num_outputs), 2.0**-power, dtype=torch.float32, device=device)
+    return (shift.to(torch.int32).add_(127 - power) << 23).view(torch.float32)[None]  # exact, unlike exp2
+
+
+def launch_fp8(
+    x: torch.Tensor, upper: torch.Tensor, shift: torch.Tensor | None, name: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x W^T + bias`` [T, N] in the dtype of x, with activations rounded to E4M3 by `quantize_rows`."""
+    coding = coding_of(name, shift)
+    quantized, scale = quantize_rows.launch(x)
+    weight = upper.view(torch.float8_e4m3fn if coding == E4M3 else torch.float8_e5m2)
+    out = torch._scaled_mm(
+        quantized, weight.t(), scale_a=scale[:, None], scale_b=row_scales(upper.shape[0], shift, coding, x.device),
+        out_dtype=x.dtype, use_fast_accum=True,
+    )  # fmt: skip
+    return out if bias is None else out.add_(bias)

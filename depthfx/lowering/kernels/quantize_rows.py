@@ -1,0 +1,97 @@
+"""Activations to FP8 with one scale for each row, in the order of stored weights.
+
+``scale[t] = max(max_k |x[t, k]|, 1e-12) / 448`` and ``out[t, p] = e4m3(x[t, k] / scale[t])``, where place p holds column k (fragment
+order when K is a multiple of 64, plain order else); x [T, K], out [T, K] float8_e4m3fn, scale [T] float32.
+Example: x = [[1, -2, 0.5]]: scale = 2 / 448 and out = [[224, -448, 112]].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from depthfx.lowering.fragment_order import is_fragment_order, to_fragment_order
+from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
+from depthfx.lowering.kernels._cases import BF16, F16, F32, randn
+from depthfx.lowering.kernels._device import pdl_release, pdl_wait
+from depthfx.lowering.kernels._join_bytes import stored_order
+
+LARGEST = 448.0  # of E4M3
+SMALLEST = 1e-12  # keeps the scale of a row of zeros a normal number
+
+
+@triton.jit
+def _e4m3_bits(x):
+    """The E4M3 bytes nearest to fp32 numbers of magnitude at most 448, ties to even, NaN kept; the interpreter's own cast loses carries."""
+    code = x.to(tl.int32, bitcast=True)
+    magnitude = code & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)  # exponent biases 127 and 7
+    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF  # below 2^-6, in steps of 2^-9
+    byte = tl.where(magnitude < 0x3C800000, small, normal)
+    return (tl.where(x == x, byte, 0x7F) | ((code >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, num_inputs, stride_x, ORDERED: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    """One program for one row: its largest magnitude first, then the numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    pdl_release(PDL)
+    pdl_wait(PDL)
+    largest = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, num_inputs, BLOCK_K):
+        x = tl.load(x_ptr + row * stride_x + start + k, mask=start + k < num_inputs, other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), 1e-12), 448.0)
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, num_inputs, BLOCK_K):
+        x = tl.load(x_ptr + row * stride_x + start + k, mask=start + k < num_inputs, other=0.0).to(tl.float32)
+        q = _e4m3_bits(tl.div_rn(x, scale))
+        if ORDERED:
+            q = stored_order(q, BLOCK_K)
+        tl.store(out_ptr + row * num_inputs + start + k, q, mask=start + k < num_inputs)
+
+
+def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch."""
+    wide = to_fragment_order(x.float())
+    scale = wide.abs().amax(dim=1).clamp(min=SMALLEST) / LARGEST
+    return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = inner_contiguous(x)
+    num_rows, num_inputs = x.shape
+    out = torch.empty((num_rows, num_inputs), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((num_rows,), dtype=torch.float32, device=x.device)
+    _quantize_rows_kernel[(num_rows,)](
+        x, out.view(torch.uint8), scale, num_inputs, x.stride(0), ORDERED=is_fragment_order(num_inputs),
+        BLOCK_K=min(4096, max(64, triton.next_power_of_2(num_inputs))), num_warps=8, **pdl_options(),
+    )  # fmt: skip
+    return out, scale
+
+
+def fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty((x.shape[0],), dtype=torch.float32)
+
+
+def _case(rows: int, inputs: int, extra: int = 0) -> Case:
+    def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
+        x = randn(g, dtype, rows, inputs + extra)[:, :inputs] * 10.0 ** torch.randint(-3, 3, (rows, 1), generator=g)
+        x[rows // 2] = 0
+        return (x.to(dtype),)
+
+    return Case(f"{rows}x{inputs}", make, {F32: 0.0, F16: 0.0, BF16: 0.0}, "the same correctly rounded fp32 steps")
+
+
+register_kernel(
+    KernelSpec(
+        name="quantize_rows",
+        schema="(Tensor x) -> (Tensor, Tensor)",
+        reference=reference,
+        launch=launch,
+        fake=fake,
+        cases=(_case(3, 576), _case(5, 200, extra=8), _case(2, 4160), _case(1, 64)),
+    )
+)
