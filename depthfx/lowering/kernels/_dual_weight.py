@@ -12,8 +12,6 @@ from dataclasses import replace
 import torch
 
 from depthfx.errors import FormatError
-from depthfx.lowering.formats._bits import weight_of
-from depthfx.lowering.formats.nested_e4m3 import SCALE, join_codes
 from depthfx.lowering.fragment_order import from_fragment_order, to_fragment_order
 from depthfx.lowering.kernels._cases import BF16, F16, F32, randn
 from depthfx.lowering.nested_format import FORMATS, NestedFormat, NestedWeight
@@ -58,22 +56,31 @@ def plain_weight(upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor |
     return form.join(nested) if full else form.fast_values(nested)
 
 
+def powers_of_two(shift: torch.Tensor, less: int = 0) -> torch.Tensor:
+    """``2^(shift - less)`` in float32, exact, for ``shift`` [N] int8."""
+    return (shift.to(torch.int32).add_(127 - less) << 23).view(torch.float32)
+
+
 def stored_weight(
     upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, name: str, full: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """The same numbers in ``dtype`` and in stored order, with few passes over the bytes: for products with rows in that order."""
-    if coding_of(name, shift) == E5M2:
-        if not full:
-            return upper.view(torch.float8_e5m2).to(dtype)
-        code = upper.to(torch.int16)
-        weight = code.bitwise_left_shift_(8).add_(lower.view(torch.int8)).view(torch.float16)
-    elif full:
-        weight = weight_of(join_codes(upper, lower))
+    coding, code = coding_of(name, shift), upper.to(torch.int16)
+    if coding == E4M3:
+        sign = (code & 0x80).bitwise_left_shift_(8)
+        code.bitwise_and_(0x7F)
+    if full:
+        low = lower.view(torch.int8).to(torch.int16)  # negative where its first bit is set
+        if coding == E4M3:
+            code.add_(low >> 7).bitwise_right_shift_(1).bitwise_left_shift_(8).add_(low.bitwise_and_(0xFF))
+        else:
+            code.bitwise_left_shift_(8).add_(low)
     else:
-        weight = upper.view(torch.float8_e4m3fn).to(torch.float16).mul_(SCALE)
+        code.bitwise_left_shift_(7 if coding == E4M3 else 8)  # an E4M3 number has 2^-8 times its value in these bits
+    weight = (code.bitwise_or_(sign) if coding == E4M3 else code).view(torch.float16)
     if shift is None:
         return weight.to(dtype)
-    return torch.ldexp(weight.float(), shift.to(torch.int32)[:, None]).to(dtype)
+    return weight.float().mul_(powers_of_two(shift)[:, None]).to(dtype)
 
 
 # Many rows in fast precision: on compute capability 9 the activations are FP8 too.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from depthfx.lowering.kernels import quantize_rows
-from depthfx.lowering.kernels._dual_weight import E4M3, coding_of
+from depthfx.lowering.kernels._dual_weight import E4M3, coding_of, powers_of_two
 
 MIN_ROWS = 512  # below, reading the weight takes as long as the product, and 16-bit activations are the better ones
 
@@ -32,7 +32,7 @@ def row_scales(num_outputs: int, shift: torch.Tensor | None, coding: int, device
     power = 8 if coding == E4M3 else 0
     if shift is None:
         return torch.full((1, num_outputs), 2.0**-power, dtype=torch.float32, device=device)
-    return (shift.to(torch.int32).add_(127 - power) << 23).view(torch.float32)[None]  # exact, unlike exp2
+    return powers_of_two(shift, power)[None]
 
 
 def launch_fp8(
