@@ -1,4 +1,4 @@
-"""The command line: ``demo``, ``explain``, ``generate``, ``inspect``, ``bench`` and ``version``."""
+"""The command line: ``demo``, ``explain``, ``generate``, ``inspect``, ``convert``, ``bench`` and ``version``."""
 
 from __future__ import annotations
 
@@ -51,9 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_device(generate)
     generate.set_defaults(run=_generate)
 
-    inspect = commands.add_parser("inspect", help="how each linear weight would split into an FP8 byte and a residual byte")
-    inspect.add_argument("model", metavar="PATH_OR_smollm2", help="folder in Hugging Face's layout, or smollm2")
+    inspect = commands.add_parser("inspect", help="how each linear weight splits into an FP8 byte and a residual byte")
+    inspect.add_argument("model", metavar="PATH_OR_smollm2", help="folder in Hugging Face's layout, nested checkpoint, or smollm2")
     inspect.set_defaults(run=_inspect)
+
+    convert = commands.add_parser("convert", help="write a model as a nested checkpoint, FP8 bytes and residual bytes in files apart")
+    convert.add_argument("model", metavar="PATH_OR_smollm2", help="folder in Hugging Face's layout, or smollm2")
+    convert.add_argument("out", metavar="OUT", help="new folder")
+    _add_device(convert, "default: as it is stored")
+    convert.set_defaults(run=_convert)
 
     bench = commands.add_parser("bench", help="run a script of benchmarks/ (in a checkout); without a name: list them")
     bench.add_argument("name", nargs="?", help="one of the listed names")
@@ -77,11 +83,9 @@ def _device(text: str) -> str:
     return text
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def _add_device(parser: argparse.ArgumentParser, default_dtype: str = "default: float16 on cuda, float32 on a CPU") -> None:
     parser.add_argument("--device", type=_device, default=None, help="cpu, cuda or cuda:N (default: cuda where there is one)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "float16", "bfloat16"], default=None, help="default: float16 on cuda, float32 on a CPU"
-    )
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default=None, help=default_dtype)
 
 
 def place(options: argparse.Namespace) -> tuple[str, Any]:
@@ -113,10 +117,17 @@ def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
         raise DepthfxError(f"{model!r} is neither smollm2 nor a folder with a config.json; give one of the two")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from depthfx.lowering.load_model import load_nested
+    from depthfx.lowering.nested_checkpoint import is_nested_checkpoint
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        if is_nested_checkpoint(Path(model)):
+            return load_nested(model, device, None if dtype == "auto" else dtype), tokenizer
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
+        if isinstance(error, DepthfxError):
+            raise
         raise DepthfxError(f"{model!r} cannot be loaded; it needs config, weights and tokenizer. Hugging Face says: {error}") from error
     return loaded.to(device).eval(), tokenizer
 
@@ -148,11 +159,37 @@ def eos_ids(model: Any) -> tuple[int, ...]:
     return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    from depthfx.lowering.weight_report import weight_rows, weight_table
+def _folder(model: str) -> Path:
+    """The folder of a model on the command line."""
+    if model == "smollm2":
+        from depthfx.smollm2 import converted_folder
 
-    model, _ = load(options.model, "cpu", "auto")
-    print(weight_table(weight_rows(model, skip=(model.get_output_embeddings(),))))
+        return converted_folder()
+    return Path(model)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from depthfx.lowering.weight_report import folder_rows, weight_table
+
+    print(weight_table(folder_rows(_folder(options.model))))
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    import torch
+
+    from depthfx.lowering.load_model import convert
+    from depthfx.lowering.weight_report import folder_rows, sum_lines
+
+    device, _ = place(options)
+    require_device(device)
+    start = time.perf_counter()
+    convert(_folder(options.model), options.out, device, getattr(torch, options.dtype) if options.dtype else None)
+    rows = folder_rows(Path(options.out))
+    changed = sum(r.changed_by_cast for r in rows)
+    print("\n".join(sum_lines(rows)))
+    print(f"{changed:,} weights of the model were changed by the cast to float16" if changed else "full precision is exact")
+    print(f"{options.out} written in {time.perf_counter() - start:.1f} s; load it with depthfx.load")
     return 0
 
 

@@ -191,7 +191,7 @@ def test_generate_and_explain(capfd):
     assert "30" in capfd.readouterr().out  # layers
 
 
-def test_inspect_names_the_format_of_every_linear(monkeypatch, capfd):
+def tiny_folder(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
@@ -205,11 +205,44 @@ def test_inspect_names_the_format_of_every_linear(monkeypatch, capfd):
     model = LlamaForCausalLM(LlamaConfig(**sizes)).half()
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[3, 5] = 2.5
-    monkeypatch.setattr(cli, "load", lambda *arguments: (model, None))
-    assert cli.main(["inspect", "anything"]) == 0
-    lines = capfd.readouterr().out.splitlines()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_inspect_and_convert(tmp_path, capfd):
+    model = tiny_folder(tmp_path / "plain")
+    assert cli.main(["convert", str(tmp_path / "plain"), str(tmp_path / "nested"), "--device", "cpu"]) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert said[1].startswith("1 x nested_e4m3_scaled:") and said[2] == "full precision is exact" and "depthfx.load" in said[3]
+    tables = []
+    for folder in ("plain", "nested"):
+        assert cli.main(["inspect", str(tmp_path / folder)]) == 0
+        tables.append(sorted(capfd.readouterr().out.splitlines()))
+    assert tables[0] == tables[1]
+    lines = tables[0]
     assert len(lines) == 1 + 7 + 2  # a heading, seven linears without the LM head, two sums
-    by_name = {line.split()[0]: line for line in lines[1:8]}
+    by_name = {line.split()[0]: line for line in lines}
     assert "nested_e4m3_scaled" in by_name["model.layers.0.self_attn.q_proj.weight"]
-    assert "nested_e4m3 " in by_name["model.layers.0.mlp.down_proj.weight"] and "exact" in by_name["model.layers.0.mlp.down_proj.weight"]
-    assert lines[-1].startswith("1 x nested_e4m3_scaled:")
+    down = by_name["model.layers.0.mlp.down_proj.weight"].split()
+    assert down[4] == "nested_e4m3" and down[6:] == ["exact", "6,144", "6,144"] and 2 < float(down[5].rstrip("%")) < 3
+    state = depthfx.load(tmp_path / "nested").state_dict()
+    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items())
+
+
+def test_inspect_and_convert_explain_mistakes(tmp_path, capfd):
+    for arguments in (["inspect", str(tmp_path)], ["convert", str(tmp_path), str(tmp_path / "out"), "--device", "cpu"]):
+        assert cli.main(arguments) == 1
+        assert "no folder with a config.json" in capfd.readouterr().err
+
+
+def test_inspect_counts_what_the_cast_changes(tmp_path, capfd):
+    tiny_folder(tmp_path / "half")
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "half", dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, :3] = 0.1
+    model.save_pretrained(tmp_path / "single")
+    assert cli.main(["inspect", str(tmp_path / "single")]) == 0
+    line = next(x for x in capfd.readouterr().out.splitlines() if "down_proj" in x)
+    assert line.split()[6] == "3"

@@ -28,8 +28,8 @@ from depthfx.lowering.tensor_files import TensorFiles, hf_files
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Not copied into a nested checkpoint: weights of the original.
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|index\.json)$")
+# Not copied into a nested checkpoint: weights of the original, and the checksums of its files.
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|index\.json)$|depthfx-seal\.json$")
 # Tensors of old files that Hugging Face computes instead.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 
@@ -79,9 +79,9 @@ def load_hf_nested(path: str | Path, device: str | torch.device = "cpu", dtype: 
     folder without config or safetensors files, or whose tensors are not those of the model.
     """
     folder = Path(path)
-    files, model, names, nestable = _opened(folder, dtype)
+    files, model, names, nestable = open_folder(folder, dtype)
     for name, target in names.items():
-        tensor = _checked(model, files, name, folder)
+        tensor = checked_tensor(model, files, name, folder)
         if target in nestable:
             _set_nested(model, target, nest(tensor.to(device).to(model.dtype)), model.dtype, folder)
         else:
@@ -100,13 +100,13 @@ def convert(source: str | Path, out: str | Path, device: str | torch.device = "c
         raise CheckpointError(f"{target} exists already and is not empty; name a new folder")
     if is_nested_checkpoint(folder):
         raise CheckpointError(f"{folder} is a nested checkpoint already; copy it")
-    files, model, names, nestable = _opened(folder, dtype)
+    files, model, names, nestable = open_folder(folder, dtype)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
     try:
         writer = NestedWriter(work, model.dtype)
         for name, model_name in names.items():
-            tensor = _checked(model, files, name, folder)
+            tensor = checked_tensor(model, files, name, folder)
             if model_name in nestable:
                 nested, changed = nest_counted(tensor.to(device).to(model.dtype))
                 writer.add_nested(model_name, nested, changed, fast_error_of(nested))
@@ -184,8 +184,11 @@ def names_to_read(model: Any, given: Iterable[str], folder: Path) -> dict[str, s
     return names
 
 
-def _opened(folder: Path, dtype: torch.dtype | None) -> tuple[TensorFiles, Any, dict[str, str], set[str]]:
-    """Files, empty model, names to read and the names among them that nest."""
+def open_folder(folder: Path, dtype: torch.dtype | None) -> tuple[TensorFiles, Any, dict[str, str], set[str]]:
+    """Files, empty model, names to read (in the files to in the model), and the model's names of what nests.
+
+    Raises :class:`CheckpointError` for a folder that cannot be loaded or in which nothing nests.
+    """
     model = empty_model(folder, dtype)
     files = hf_files(folder)
     names = names_to_read(model, files.places, folder)
@@ -200,7 +203,8 @@ def _opened(folder: Path, dtype: torch.dtype | None) -> tuple[TensorFiles, Any, 
     return files, model, names, nestable
 
 
-def _checked(model: Any, files: TensorFiles, name: str, folder: Path) -> torch.Tensor:
+def checked_tensor(model: Any, files: TensorFiles, name: str, folder: Path) -> torch.Tensor:
+    """The tensor ``name`` of ``files``; raises :class:`CheckpointError` where its shape is not that of the model."""
     tensor = files.get(name)
     _check_shape(model, name, tuple(tensor.shape), folder)
     return tensor

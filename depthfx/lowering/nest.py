@@ -15,8 +15,9 @@ from depthfx.lowering.fragment_order import from_fragment_order, to_fragment_ord
 from depthfx.lowering.nested_format import FORMATS, NestedFormat, NestedWeight, to_float16
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Elements of a slice. Splitting holds about 30 bytes of temporaries for each: 480 MiB on a GPU; on a CPU they stay in its caches.
-_SLICE = {"cuda": 16 << 20, "cpu": 64 << 10}
+# Elements of a slice. Splitting holds about 30 bytes of temporaries for each: 480 MiB on a GPU. On a CPU they stay in its caches, and
+# torch runs so few elements on one thread, which is faster than waiting for the others after every operation.
+_SLICE = {"cuda": 16 << 20, "cpu": 32 << 10}
 
 
 def nest(weight: torch.Tensor) -> NestedWeight:

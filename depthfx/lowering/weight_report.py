@@ -1,12 +1,15 @@
-"""How the linear weights of a model nest: one row for each weight, and the sums."""
+"""How the linear weights of a folder nest: one row for each weight, and the sums."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from depthfx.lowering.nested_format import choose_format, fast_error, to_float16
+from depthfx.lowering.load_model import checked_tensor, open_folder
+from depthfx.lowering.nest import fast_error_of, nest_counted
+from depthfx.lowering.nested_checkpoint import TensorEntry, is_nested_checkpoint, read_manifest
 
 
 @dataclass(frozen=True)
@@ -22,26 +25,31 @@ class WeightRow:
     residual_bytes: int
 
 
-def weight_rows(model: torch.nn.Module, skip: tuple[torch.nn.Module | None, ...] = ()) -> list[WeightRow]:
-    """A row for the weight of every linear module except those in ``skip`` (the LM head stays 16-bit)."""
-    rows = []
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and not any(module is s for s in skip):
-            weight, changed = to_float16(module.weight.detach())
-            form = choose_format(weight)
-            nested = form.split(weight)
-            rows.append(
-                WeightRow(
-                    f"{name}.weight",
-                    tuple(weight.shape),
-                    form.name,
-                    fast_error(weight, nested),
-                    changed,
-                    nested.persistent_bytes,
-                    nested.residual_bytes,
-                )
-            )
-    return rows
+def folder_rows(folder: Path) -> list[WeightRow]:
+    """A row for every linear weight that nests in ``folder``: a nested checkpoint, which is not read beyond its list, or an ordinary
+    folder, which is read tensor by tensor.
+
+    Raises :class:`~depthfx.errors.CheckpointError` for a folder that cannot be loaded.
+    """
+    if is_nested_checkpoint(folder):
+        return [_stored_row(name, entry) for name, entry in read_manifest(folder).tensors.items() if entry.format is not None]
+    files, model, names, nestable = open_folder(folder, None)
+    return [weight_row(n, checked_tensor(model, files, name, folder).to(model.dtype)) for name, n in names.items() if n in nestable]
+
+
+def weight_row(name: str, weight: torch.Tensor) -> WeightRow:
+    """The row of one ``weight`` ``[N, K]`` in float16, bfloat16 or float32, which is nested to see."""
+    nested, changed = nest_counted(weight)
+    return WeightRow(
+        name, tuple(weight.shape), nested.format, fast_error_of(nested), changed, nested.persistent_bytes, nested.residual_bytes
+    )
+
+
+def _stored_row(name: str, entry: TensorEntry) -> WeightRow:
+    count = entry.shape[0] * entry.shape[1]
+    shift = entry.shape[0] if "shift" in entry.parts else 0
+    persistent, residual = (count + shift, count) if "lower" in entry.parts else (2 * count, 0)
+    return WeightRow(name, entry.shape, str(entry.format), entry.fast_error, entry.changed_by_cast, persistent, residual)
 
 
 def weight_table(rows: list[WeightRow]) -> str:
@@ -54,8 +62,14 @@ def weight_table(rows: list[WeightRow]) -> str:
         lines.append(
             f"{r.name:<{width}}  {shape:>14}  {r.format:<18}  {r.fast_error:>8.2%}  {changed:>7}  {r.persistent_bytes:>11,}  {r.residual_bytes:>11,}"
         )
+    return "\n".join([*lines, *sum_lines(rows)])
+
+
+def sum_lines(rows: list[WeightRow]) -> list[str]:
+    """One line for each format: how many weights, and their bytes."""
+    lines = []
     for name in sorted({r.format for r in rows}):
         own = [r for r in rows if r.format == name]
         persistent, residual = sum(r.persistent_bytes for r in own), sum(r.residual_bytes for r in own)
         lines.append(f"{len(own)} x {name}: {persistent / 2**20:,.1f} MiB persistent, {residual / 2**20:,.1f} MiB residual")
-    return "\n".join(lines)
+    return lines
