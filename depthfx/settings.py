@@ -14,6 +14,7 @@ from depthfx.errors import SettingError
 DEFAULT_CONTEXT = 4096
 
 OnUnsupported = Literal["raise", "eager"]
+Weights = Literal["16bit", "nested", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class Settings:
     block_tokens: int = 16  # tokens of one KV block
     kv_blocks: int | None = None  # exact number of KV blocks; overrides the budget
     prefix_reuse: bool = True  # reuse whole KV blocks of equal prefixes
+
+    # weights
+    weights: Weights = "16bit"  # "nested": an FP8 byte and a residual byte, switched by set_precision; "fp8": FP8 for good (not exact)
+    nested_head: bool = False  # nest the LM head as well
 
     # scheduling
     max_batch_size: int | None = None  # requests that decode together; None: 256 on CUDA, 32 on a CPU
@@ -61,6 +66,10 @@ class Settings:
             raise SettingError(f"setting gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
         if self.on_unsupported not in get_args(OnUnsupported):
             raise SettingError(f"setting on_unsupported={self.on_unsupported!r} must be one of {get_args(OnUnsupported)}")
+        if self.weights not in get_args(Weights):
+            raise SettingError(f"setting weights={self.weights!r} must be one of {get_args(Weights)}")
+        if self.nested_head and self.weights != "nested":
+            raise SettingError(f"setting nested_head=True needs weights='nested'; it is {self.weights!r}: set both, or leave nested_head out")
 
     @classmethod
     def build(cls, base: Settings | None = None, **overrides: Any) -> Settings:

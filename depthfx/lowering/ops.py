@@ -12,9 +12,9 @@ from depthfx.lowering.kernel_spec import KERNELS, enable_pdl
 from depthfx.lowering.kernels._scratch import reserve_scratch
 
 __all__ = [
-    "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR", "LINEAR_ADD",
+    "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "FP8_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR", "LINEAR_ADD",
     "PAGED_ATTENTION", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "add_rms_norm", "dual_gated_linear", "dual_linear",
-    "enable_pdl", "gated_activation", "gated_linear", "kv_append", "linear", "linear_add", "paged_attention", "quantize_rows",
+    "enable_pdl", "fp8_linear", "gated_activation", "gated_linear", "kv_append", "linear", "linear_add", "paged_attention", "quantize_rows",
     "reserve_scratch", "rms_norm", "rotary_append",
 ]  # fmt: skip
 
@@ -28,6 +28,7 @@ GATED_LINEAR = torch.ops.depthfx.gated_linear.default
 GATED_ACTIVATION = torch.ops.depthfx.gated_activation.default
 DUAL_LINEAR = torch.ops.depthfx.dual_linear.default
 DUAL_GATED_LINEAR = torch.ops.depthfx.dual_gated_linear.default
+FP8_LINEAR = torch.ops.depthfx.fp8_linear.default
 QUANTIZE_ROWS = torch.ops.depthfx.quantize_rows.default
 KV_APPEND = torch.ops.depthfx.kv_append.default
 ROTARY_APPEND = torch.ops.depthfx.rotary_append.default
@@ -73,6 +74,11 @@ def dual_gated_linear(
 ) -> torch.Tensor:  # fmt: skip
     """``act(x Wg^T) * (x Wu^T)`` with W [2F, K] stored as two bytes, gate rows first."""
     return DUAL_GATED_LINEAR(x, upper, lower, shift, layer_precision, layer, precision, format, activation)
+
+
+def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x W^T + bias`` over E4M3 bytes [N, K] uint8 in stored order and scales [N]; x [T, K] is rounded to FP8 as well."""
+    return FP8_LINEAR(x, weight, scale, bias)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
