@@ -11,15 +11,18 @@ from transformers import PreTrainedModel
 
 from depthfx.alloc.manager import MemoryManager
 from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from depthfx.lowering.fp8_weight import Fp8Linear
+from depthfx.lowering.nested_linear import nested_linears
 from depthfx.lowering.precompile import KernelWorkers
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
 from depthfx.runtime.engine import Engine
 from depthfx.runtime.graphs import decode_buckets
 from depthfx.runtime.model import Compiled, as_depth_model
-from depthfx.runtime.runner import Runner, RunnerShape
+from depthfx.runtime.precision import entry_names
+from depthfx.runtime.runner import Runner
 from depthfx.runtime.scheduler import Scheduler
-from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, size_kv_blocks
+from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, runner_shape, size_kv_blocks
 from depthfx.runtime.warmup import precompile_kernels
 from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings
@@ -42,6 +45,7 @@ def compile(model: PreTrainedModel, settings: Settings | None = None, **override
     model.eval()
     try:
         _check_architecture(model)
+        _check_weights(model, resolved)
         with _on_default_stream(next(model.parameters()).device):
             compiled = Compiled(*_build_engine(model, resolved, report), report, resolved)
     except UnsupportedModelError as error:
@@ -88,15 +92,15 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
         program = build_program(model, settings, "cuda" if cuda else "cpu", report, on_miss=workers.start)
         if cuda and settings.parallel_warmup:
             with report.timed("compile kernels"):
-                precompile_kernels(one_block_runner(model, program, limits, device), buckets, workers)
-    vocab_size = model.get_output_embeddings().weight.shape[0]
+                precompile_kernels(one_block_runner(program, limits, device), buckets, workers, nested=settings.weights == "nested")
     num_blocks = size_kv_blocks(model, program, limits, settings, report)
-    runner = _build_runner(program, limits, num_blocks, vocab_size, device, buckets, report)
+    runner = _build_runner(program, limits, num_blocks, device, buckets, report)
     manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse)
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
     lookahead = settings.lookahead if settings.lookahead is not None else cuda
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
-    engine = Engine(scheduler, runner, vocab_size, lookahead, settings.check)
+    layers = entry_names(program.kv_shape.num_layers, settings.nested_head) if settings.weights == "nested" else ()
+    engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers)
     return engine, WeightWatch(model, (program.refill_tables, engine.forget_prefixes))
 
 
@@ -104,17 +108,12 @@ def _build_runner(
     program: Program,
     limits: Limits,
     num_blocks: int,
-    vocab_size: int,
     device: torch.device,
     buckets: tuple[int, ...],
     report: CompileReport,
 ) -> Runner:
-    shape = RunnerShape(
-        program.kv_shape, program.num_heads, program.kv_dtype, num_blocks, limits.num_table_rows, limits.blocks_per_row, limits.max_batch_tokens,
-        vocab_size,
-    )  # fmt: skip
     with report.timed("allocate"):
-        runner = Runner(program, shape, device, buckets)
+        runner = Runner(program, runner_shape(program, limits, num_blocks), device, buckets)
     if buckets:
         with report.timed("capture graphs"):
             runner.graphs.capture()
@@ -137,6 +136,17 @@ def _check_model(model: Any) -> None:
         )
     if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise UnsupportedModelError(f"the model is on {sorted(map(str, devices))}; depthfx needs all of it on one CPU or CUDA device")
+
+
+def _check_weights(model: PreTrainedModel, settings: Settings) -> None:
+    """Refuse weights that are stored already in another form than the settings ask for."""
+    if settings.weights != "nested" and nested_linears(model):
+        raise UnsupportedModelError(
+            f"this {type(model).__name__} has nested weights; compile it with weights='nested', or load it with from_pretrained "
+            f"for weights={settings.weights!r}"
+        )
+    if any(isinstance(m, Fp8Linear) for m in model.modules()):
+        raise UnsupportedModelError(f"the weights of this {type(model).__name__} were rounded to FP8 already; load it again")
 
 
 def _check_architecture(model: PreTrainedModel) -> None:

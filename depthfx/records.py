@@ -1,7 +1,8 @@
 """Frozen data that crosses folders: KV shape, step inputs of the graph, step plan and step result.
 
 Letters in shapes: T rows (packed tokens of a step), R rows that are sampled, S rows of the block table,
-M blocks of one request at most, L layers, Hq / Hkv query / KV heads, D head dim, B tokens of a block.
+M blocks of one request at most, L layers, P entries of precision (L, and one more where the head is nested), Hq / Hkv query / KV
+heads, D head dim, B tokens of a block.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class StepInputs:
     tile_chunks: torch.Tensor  # [Q] int32, chunk of each query tile of the prefill kernel
     tile_starts: torch.Tensor  # [Q] int32, first row of the tile within its chunk
     num_decode_rows: int
+    layer_precision: torch.Tensor  # [P] int32, 1: the residual bytes of the layer's weights may be read (full); 0: not (fast)
+    precision: int  # what `layer_precision` holds, for steps that are not captured: 1 all full, 0 all fast, -1 mixed or unknown
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -107,6 +110,7 @@ class StepPlan:
     decodes: tuple[Chunk, ...]
     prefills: tuple[Chunk, ...]
     table_writes: tuple[tuple[int, int, int], ...]  # (table row, column, block id), applied before the step
+    precision: bytes = b""  # [P], 1: full, 0: fast; empty: weights of one precision, or a step of the warm-up (full)
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from depthfx.lowering.codegen import compile_with_inductor, run_eagerly
+from depthfx.lowering.nested_linear import plain_linears
 from depthfx.passes.capture import capture
 from depthfx.passes.check_graph import check_graph
 from depthfx.passes.check_rows import check_rows
@@ -23,6 +24,7 @@ from depthfx.passes.program_store import load_program, program_file, save_progra
 from depthfx.passes.recognise_layers import recognise_layers
 from depthfx.passes.split_pieces import split_pieces
 from depthfx.passes.tabulate_positions import tabulate_positions
+from depthfx.passes.use_dual_linear import use_dual_linear, use_fp8_linear
 from depthfx.passes.use_linear_ops import drop_batch_dim, use_gated_linear, use_linear
 from depthfx.passes.use_paged_attention import use_paged_attention
 from depthfx.passes.weights import bind_weights
@@ -42,6 +44,8 @@ PASSES: tuple[Pass, ...] = (
     fuse_norms,
     use_gated_linear,
     use_linear,
+    use_dual_linear,
+    use_fp8_linear,
     drop_batch_dim,
     tabulate_positions,
 )
@@ -57,6 +61,8 @@ class Program:
     kv_shape: KvShape
     kv_dtype: torch.dtype
     num_heads: int
+    num_precisions: int  # entries of `StepInputs.layer_precision`
+    vocab_size: int  # width of the logits
     refill_tables: Callable[[], None]  # to be called after weights were changed in place
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
@@ -67,7 +73,8 @@ class Program:
 def run_passes(gm: fx.GraphModule, ctx: PassContext) -> None:
     """Run :data:`PASSES` in order, each followed by the verifier."""
     for run in PASSES:
-        if run in FUSIONS and not ctx.settings.fuse:
+        needed = run is use_linear and ctx.settings.weights != "16bit"  # the passes for weights start from its op
+        if run in FUSIONS and not ctx.settings.fuse and not needed:
             ctx.report.add("skipped", f"{run.__name__}: setting fuse=False")
             continue
         with ctx.report.timed(f"pass {run.__name__}"):
@@ -84,15 +91,18 @@ def build_program(
 
     Raises :class:`~depthfx.errors.UnsupportedModelError` with the reason for a model that does not fit.
     """
-    gm, ctx = _rewritten(model, settings, target, report, on_miss)
+    with plain_linears(model):  # a model that was loaded nested is captured like any other
+        gm, ctx = _rewritten(model, settings, target, report, on_miss)
     compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode) if settings.inductor else run_eagerly
     with report.timed("compile pieces"):
         split_pieces(gm, ctx, compiler)
+    vocab_size = int(next(n for n in gm.graph.nodes if n.op == "output").args[0].meta["example_value"].shape[-1])
     kv_dtype = next(n.meta["example_value"].dtype for n in gm.graph.nodes if n.name == "kv_pool")
     with report.timed("bind weights"):
         refill_tables = bind_weights(gm, ctx, model)
     assert ctx.kv_shape is not None
-    return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads, refill_tables)
+    num_precisions = ctx.kv_shape.num_layers + settings.nested_head
+    return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads, num_precisions, vocab_size, refill_tables)
 
 
 def _rewritten(

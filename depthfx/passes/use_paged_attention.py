@@ -47,6 +47,8 @@ def _add_inputs(gm: fx.GraphModule, ctx: PassContext, dtype: torch.dtype) -> dic
             "kv_pool": torch.empty(ctx.kv_shape.pool_shape(_BLOCKS), dtype=dtype, device=device),
             **{name: torch.empty(2, dtype=torch.int32, device=device) for name in ("chunk_starts", "tile_chunks", "tile_starts")},
             "num_decode_rows": 0,
+            "layer_precision": torch.empty(len(ctx.layers) + ctx.settings.nested_head, dtype=torch.int32, device=device),
+            "precision": -1,
         }
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     for name, value in values.items():

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from depthfx.passes.context import PassContext
+from depthfx.passes.nested_weights import bind_stored, join_parameters
 
 
 def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -> Callable[[], None]:
@@ -20,6 +21,7 @@ def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -
     holder = torch.nn.Module()
     gm.add_submodule("weights", holder)
     device = next(model.parameters()).device
+    bind_stored(gm, ctx, model, holder)
     fills: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
     for node in [n for n in gm.graph.nodes if n.op == "placeholder" and n.name in ctx.weights]:
         tensors = [_lookup(model, name) for name in ctx.weights[node.name]]
@@ -28,7 +30,7 @@ def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -
             value = fill()
             fills.append((value, fill))
         else:
-            value = tensors[0].detach() if len(tensors) == 1 else _join(tensors)
+            value = join_parameters(tensors)
         holder.register_buffer(node.name, value, persistent=False)
         with gm.graph.inserting_before(node):
             attribute = gm.graph.get_attr(f"weights.{node.name}")
@@ -57,14 +59,6 @@ def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:
     path, _, last = name.rpartition(".")
     found: torch.Tensor = getattr(model.get_submodule(path), last)
     return found
-
-
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
-        joined = torch.cat([p.detach() for p in parts])
-        for part, view in zip(parts, joined.split([p.shape[0] for p in parts]), strict=True):
-            part.data = view
-    return joined
 
 
 def _inputs_first(gm: fx.GraphModule) -> None:

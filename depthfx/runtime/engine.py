@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,8 +14,10 @@ from depthfx.errors import DepthfxError, InternalError, InvalidRequestError
 from depthfx.records import SamplingParams, StepPlan, StepResult
 from depthfx.runtime.collect import Asked, Collection
 from depthfx.runtime.metrics import EngineStats, StepClock
+from depthfx.runtime.precision import Modes, changed, named, summary
 from depthfx.runtime.request import Request, RequestOutput, StopCheck, check_prompt, check_sampling, check_token
 from depthfx.runtime.scheduler import Scheduler
+from depthfx.runtime.stream import TokenStream
 
 # What a runner may raise for one step without ending the engine. Anything else is a defect and comes straight through.
 _RUNNER_FAULTS = (RuntimeError, MemoryError, ArithmeticError, ValueError, OSError, DepthfxError)
@@ -43,10 +45,13 @@ class Engine:
 
     One thread at a time drives: it plans, launches, waits and commits; others may add, abort and read meanwhile.
     ``lookahead``: the next step is launched before the previous one is waited for. ``check``: prove the invariants of
-    memory after every step.
+    memory after every step. ``layers`` names the entries of precision that can be switched, all full at first; none by default.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, vocab_size: int, lookahead: bool, check: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, vocab_size: int, lookahead: bool, check: bool, layers: Sequence[int | str] = ()
+    ) -> None:
+        self.layers = tuple(layers)
         self.vocab_size = vocab_size
         self._scheduler = scheduler
         self._runner = runner
@@ -61,6 +66,8 @@ class Engine:
         self._abandoned: deque[str] = deque()  # streams that were dropped; appended to without the lock
         self._next_id = 0
         self._num_faults = 0  # failed steps since the last good one
+        scheduler.precision = bytes([1] * len(self.layers))
+        self._steps_by_precision = {"full": 0, "fast": 0, "mixed": 0}
         self._num_steps = self._num_tokens = self._num_prefill_tokens = 0
         self._clock = StepClock()
 
@@ -150,6 +157,20 @@ class Engine:
         with self._state:
             self._scheduler.manager.forget_content()
 
+    def set_precision(self, modes: Modes) -> None:
+        """``"full"`` or ``"fast"`` for all layers, or ``{layer: mode}`` for some; from the next step that is planned on.
+
+        A step that is on its way keeps its precision. Raises :class:`UnsupportedOptionError` where the weights are not nested
+        and :class:`InvalidRequestError` for an unknown layer or mode; then nothing changes.
+        """
+        with self._state:
+            self._scheduler.precision = changed(self._scheduler.precision, modes, self.layers)
+
+    def precision(self) -> dict[int | str, str]:
+        """The mode of each layer (and of the ``"head"``, where it is nested) in steps planned from now on; empty if none can switch."""
+        with self._state:
+            return named(self._scheduler.precision, self.layers)
+
     def stats(self) -> EngineStats:
         """Counts and times so far."""
         with self._state:
@@ -160,6 +181,7 @@ class Engine:
                 num_prefill_tokens=self._num_prefill_tokens,
                 num_preemptions=scheduler.num_preemptions,
                 num_reused_tokens=scheduler.num_reused_tokens,
+                steps_by_precision=dict(self._steps_by_precision),
                 num_running=scheduler.num_running,
                 num_waiting=scheduler.num_waiting,
                 kv=scheduler.manager.usage(),
@@ -323,6 +345,7 @@ class Engine:
                 outputs = self._scheduler.commit(result)
             self._num_faults = 0
             self._num_steps += 1
+            self._steps_by_precision[summary(flight.plan.precision)] += 1
             self._num_prefill_tokens += flight.plan.num_tokens - len(flight.plan.decodes)
             # a stop_check that was interrupted: whoever drives must notice
             error = next((o.error for o in outputs if o.error is not None and not isinstance(o.error, Exception)), None)
@@ -336,55 +359,3 @@ class Engine:
             self._scheduler.check()
         if error is not None and (result is not None or self._num_faults > 1):
             raise error
-
-
-class TokenStream:
-    """Iterator over the tokens of one request. Closing or dropping it early aborts the request."""
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self.request_id = request_id
-        self.last: RequestOutput | None = None  # the output that ended the request
-        self._engine = engine
-        self._tokens: deque[int] = deque()
-        self._closed = False
-
-    def __iter__(self) -> TokenStream:
-        return self
-
-    def __next__(self) -> int:
-        """The next token. Raises the request's error if it failed."""
-        while not self._tokens:
-            if self._closed:
-                raise StopIteration
-            if self.last is not None:
-                self.close()
-                if self.last.error is not None:
-                    raise self.last.error
-                raise StopIteration
-            output = self._engine._receive(self.request_id)
-            self._tokens.extend(output.new_token_ids)
-            if output.finished:
-                self.last = output
-        return self._tokens.popleft()
-
-    def finish(self) -> RequestOutput:
-        """Reads to the end; one output with all tokens that were not read yet. Raises nothing for a failed request."""
-        token_ids: list[int] = list(self._tokens)
-        self._tokens.clear()
-        while self.last is None:
-            output = self._engine._receive(self.request_id)
-            token_ids.extend(output.new_token_ids)
-            if output.finished:
-                self.last = output
-        self.close()
-        return RequestOutput(self.request_id, tuple(token_ids), True, self.last.finish_reason, self.last.error)
-
-    def close(self) -> None:
-        """Aborts the request if it has not ended; harmless otherwise."""
-        if not self._closed:
-            self._engine._close_mailbox(self.request_id)
-            self._closed = True
-
-    def __del__(self) -> None:
-        if not self._closed:
-            self._engine._abandoned.append(self.request_id)  # no lock: this may run inside any other call

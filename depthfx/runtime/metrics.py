@@ -20,6 +20,7 @@ class EngineStats:
     num_prefill_tokens: int  # prompt rows computed, recomputed ones included
     num_preemptions: int
     num_reused_tokens: int  # prompt tokens whose KV was found
+    steps_by_precision: dict[str, int]  # "full" (also weights of one precision), "fast", "mixed"
     num_running: int
     num_waiting: int
     kv: BlockUsage

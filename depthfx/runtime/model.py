@@ -12,6 +12,7 @@ from depthfx.errors import UnsupportedOptionError
 from depthfx.report import CompileReport
 from depthfx.runtime import generation
 from depthfx.runtime.engine import Engine
+from depthfx.runtime.precision import Modes
 from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings
 
@@ -57,6 +58,18 @@ class DepthModel:
     def explain(self) -> str:
         """What was recognised, rewritten and compiled, and why anything was not."""
         return self._depthfx.report.text()
+
+    def set_precision(self, modes: Modes) -> None:
+        """``"full"`` (every bit of the FP16 weights) or ``"fast"`` (their FP8 bytes) for all layers, or ``{layer: mode}`` for some.
+
+        Takes effect at the next step that is planned, for all requests. KV computed in one state is not shared with another. Raises
+        :class:`~depthfx.errors.UnsupportedOptionError` unless compiled with ``weights="nested"``.
+        """
+        self.engine.set_precision(modes)
+
+    def precision(self) -> dict[int | str, str]:
+        """The present mode of each layer, and of the ``"head"`` where it is nested; empty for weights of one precision."""
+        return self.engine.precision()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's ``generate``, with the decoding loop run by the engine.

@@ -51,8 +51,8 @@ class Request:
 
     __slots__ = (
         "arrival", "error", "finish_reason", "fresh", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "num_backed",
-        "num_computed", "num_pending", "num_planned", "num_prompt", "output_ids", "prefilling", "request_id", "salt", "sample_row", "sampling", "status",
-        "stop_check", "table_row", "token_ids",
+        "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "output_ids", "precision", "prefilling",
+        "request_id", "salt", "sample_row", "sampling", "status", "stop_check", "table_row", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +90,18 @@ class Request:
         self.sample_row = -1  # row among the sampled rows of the last step that named it
         self.prefilling = True
         self.fresh = True  # nothing has been planned since admission
+        self.precision = b""  # in force at admission
+        self.num_uniform = -1  # leading tokens that were planned under it; -1: all
+
+    def plan_under(self, precision: bytes) -> None:
+        """Tokens from ``num_planned`` on are planned under ``precision``."""
+        if self.num_uniform < 0 and precision != self.precision:
+            self.num_uniform = self.num_planned
+
+    @property
+    def num_sharable(self) -> int:
+        """Leading tokens whose KV was computed under the precision of the admission; what follows is nobody else's."""
+        return self.num_computed if self.num_uniform < 0 else min(self.num_computed, self.num_uniform)
 
     def end_of_output(self) -> FinishReason | None:
         """Whether the last token ended the request, and how. An error raised by ``stop_check`` comes through."""

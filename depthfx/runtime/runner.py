@@ -11,6 +11,7 @@ import torch
 from depthfx.lowering import ops
 from depthfx.records import Chunk, KvShape, StepInputs, StepPlan, StepResult
 from depthfx.runtime.graphs import DecodeGraphs, greedy
+from depthfx.runtime.precision import PrecisionFlags
 from depthfx.runtime.sampler import SamplingTensors, new_seen, reset_seen, sample
 from depthfx.runtime.staging import Staging, Uploaded
 
@@ -29,6 +30,7 @@ class RunnerShape:
     blocks_per_row: int
     max_batch_tokens: int
     vocab_size: int
+    num_precisions: int = 1  # entries of `StepInputs.layer_precision`
 
 
 def is_plain_greedy(chunk: Chunk) -> bool:
@@ -58,6 +60,7 @@ class Runner:
         # one element more than the tables need: padding writes go there
         self._tables_flat = torch.zeros(shape.num_table_rows * shape.blocks_per_row + 1, dtype=torch.int32, device=device)
         self.block_tables = self._tables_flat[:-1].view(shape.num_table_rows, shape.blocks_per_row)
+        self.flags = PrecisionFlags(shape.num_precisions, device)
         self.staging = Staging(shape.max_batch_tokens, shape.num_table_rows, shape.blocks_per_row, device)
         self._stream = torch.cuda.default_stream(device) if device.type == "cuda" else None
         if device.type == "cuda":
@@ -83,13 +86,14 @@ class Runner:
         plan = self._write_surplus(plan)
         self._take_histories(plan)
         sampled = plan.sampled
+        precision = self.flags.send(plan.precision)  # after all steps before, which read the old flags
         graph = self.graphs.find(plan)
         uploaded = self.staging.upload(plan, pad_to=graph.bucket if graph else None)
         if graph is not None:
             graph.replay()
             logits = graph.logits[: len(sampled)]
         else:
-            logits = self.forward(uploaded)
+            logits = self.forward(uploaded, precision)
         if graph is not None and all(is_plain_greedy(c) for c in sampled):
             tokens = graph.tokens[: len(sampled)]  # the graph has stored them in `last_tokens` itself
         else:
@@ -107,11 +111,11 @@ class Runner:
         tokens = tuple(-1 if c.sampling.external else t for c, t in zip(launched.sampled, picked, strict=True))
         return StepResult(launched.plan.step_id, tokens, tuple(t >= 0 for t in picked), launched.logits)
 
-    def forward(self, uploaded: Uploaded) -> torch.Tensor:
-        """Logits ``[R, V]`` of one step; what a graph captures."""
-        return self.program(self.prepare(uploaded))
+    def forward(self, uploaded: Uploaded, precision: int = -1) -> torch.Tensor:
+        """Logits ``[R, V]`` of one step; what a graph captures, and then with -1: the flags on the device decide at replay."""
+        return self.program(self.prepare(uploaded, precision))
 
-    def prepare(self, uploaded: Uploaded) -> StepInputs:
+    def prepare(self, uploaded: Uploaded, precision: int = -1) -> StepInputs:
         """Apply the block-table writes and pick the token of each row; runs inside a captured graph as well."""
         self._tables_flat.index_copy_(0, uploaded.write_places.long(), uploaded.write_blocks)
         known = uploaded.source < 0
@@ -127,6 +131,8 @@ class Runner:
             tile_chunks=uploaded.tile_chunks,
             tile_starts=uploaded.tile_starts,
             num_decode_rows=uploaded.num_decode_rows,
+            layer_precision=self.flags.tensor,
+            precision=precision,
         )
 
     def _sample(self, sampled: tuple[Chunk, ...], logits: torch.Tensor) -> torch.Tensor:

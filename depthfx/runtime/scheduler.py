@@ -64,6 +64,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_chunk_tokens = max_chunk_tokens
         self.max_model_len = max_model_len
+        self.precision = b""  # of the steps planned from here on; see `depthfx.runtime.precision`
         self.num_preemptions = 0
         self.num_reused_tokens = 0
         self._requests: dict[str, Request] = {}  # all that have not ended
@@ -160,7 +161,7 @@ class Scheduler:
                 break
         if not decodes and not prefills:
             return self.plan() if preempted else None  # all who ran were preempted: one of them can be admitted again
-        plan = StepPlan(self._next_step, tuple(decodes), tuple(prefills), self.manager.take_table_writes())
+        plan = StepPlan(self._next_step, tuple(decodes), tuple(prefills), self.manager.take_table_writes(), self.precision)
         self._next_step += 1
         self._steps.append(_Step(plan, (*decoding, *prefilling)))
         return plan
@@ -188,7 +189,7 @@ class Scheduler:
                     outputs.append(self._end_not_finite(request))
                     continue
             if request.num_computed % block_tokens < num_tokens:  # a block became full
-                self.manager.register(request.request_id, request.token_ids, request.num_computed)
+                self.manager.register(request.request_id, request.token_ids, request.num_sharable)
             if not chunk.samples:
                 continue
             if request.sampling.external:
@@ -255,6 +256,7 @@ class Scheduler:
 
     def _decode_chunk(self, request: Request, row: int) -> Chunk:
         start, pending = request.num_planned, request.num_pending
+        request.plan_under(self.precision)
         chunk = Chunk(
             request.request_id,
             request.table_row,
@@ -273,6 +275,7 @@ class Scheduler:
 
     def _prefill_chunk(self, request: Request, budget: int, row: int) -> Chunk:
         start = request.num_planned
+        request.plan_under(self.precision)
         token_ids = tuple(request.token_ids[start : start + budget])
         samples = start + len(token_ids) == len(request.token_ids)
         wants_history = request.fresh and request.sampling.repetition_penalty != 1.0
@@ -313,7 +316,7 @@ class Scheduler:
         if self._blocked == (request.request_id, manager.num_releases):
             return False
         # One block of headroom for each running request, so that the newcomer is not preempted right away.
-        place = manager.admit(request.request_id, request.token_ids, request.salt, headroom=len(self._running))
+        place = manager.admit(request.request_id, request.token_ids, self.precision + request.salt, headroom=len(self._running))
         if place is None:
             self._blocked = (request.request_id, manager.num_releases)
             return False
@@ -321,6 +324,7 @@ class Scheduler:
         self._waiting.popleft()
         request.status = Status.RUNNING
         request.holds_blocks = True
+        request.precision = self.precision
         request.table_row = place.table_row
         request.num_planned = request.num_computed = place.reused_tokens
         request.num_backed = -(-len(request.token_ids) // manager.block_tokens) * manager.block_tokens

@@ -85,7 +85,7 @@ def size_kv_blocks(model: torch.nn.Module, program: Any, limits: Limits, setting
     activations = 0
     if device.type == "cuda":
         with report.timed("measure activations"):
-            activations = _measure_activations(model, program, limits, device)
+            activations = _measure_activations(program, limits, device, nested=settings.weights == "nested")
         free, total = torch.cuda.mem_get_info(device)
         taken = total - free - torch.cuda.memory_reserved(device)  # by others and by the CUDA context
         budget = settings.memory_budget_gib * GIB if settings.memory_budget_gib else total * settings.gpu_memory_utilization - taken
@@ -110,36 +110,48 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     return sum(storages.values())
 
 
-def one_block_runner(model: Any, program: Any, limits: Limits, device: torch.device) -> Runner:
+def one_block_runner(program: Any, limits: Limits, device: torch.device) -> Runner:
     """A runner of full size except for its KV pool of one block: for measuring and for a dry run before memory is divided."""
-    vocab = model.get_output_embeddings().weight.shape[0]
-    shape = RunnerShape(
+    return Runner(program, runner_shape(program, limits, 1), device, ())
+
+
+def runner_shape(program: Any, limits: Limits, num_blocks: int) -> RunnerShape:
+    """Sizes of a runner over ``num_blocks`` blocks of KV."""
+    return RunnerShape(
         program.kv_shape,
         program.num_heads,
         program.kv_dtype,
-        1,
+        num_blocks,
         limits.num_table_rows,
         limits.blocks_per_row,
         limits.max_batch_tokens,
-        vocab,
+        program.vocab_size,
+        program.num_precisions,
     )
-    return Runner(program, shape, device, ())
 
 
-def prefill_plan(lengths: tuple[int, ...]) -> StepPlan:
-    """A step that prefills prompts of these lengths, all into the block that empty block tables name."""
+def prefill_plan(lengths: tuple[int, ...], precision: bytes = b"") -> StepPlan:
+    """A step that prefills prompts of these lengths under ``precision``, all into the block that empty block tables name."""
     sampling = SamplingParams()
-    return StepPlan(-1, (), tuple(Chunk(f"warm-up {i}", 0, 0, (0,) * n, -1, True, 0, sampling) for i, n in enumerate(lengths)), ())
+    return StepPlan(
+        -1, (), tuple(Chunk(f"warm-up {i}", 0, 0, (0,) * n, -1, True, 0, sampling) for i, n in enumerate(lengths)), (), precision
+    )
 
 
-def _measure_activations(model: Any, program: Any, limits: Limits, device: torch.device) -> int:
-    """Peak bytes of the largest prefill step, measured by running it once over one block of KV (also compiles its kernels)."""
-    runner = one_block_runner(model, program, limits, device)
+def _measure_activations(program: Any, limits: Limits, device: torch.device, nested: bool) -> int:
+    """Peak bytes of the largest prefill step, measured by running it over one block of KV (also compiles its kernels).
+
+    Nested weights make it run in all three states of precision, since each has kernels of its own.
+    """
+    runner = one_block_runner(program, limits, device)
     longest = min(limits.max_model_len, limits.max_batch_tokens)
-    plan = prefill_plan((longest,) * (limits.max_batch_tokens // longest))
+    full, fast = bytes([1] * program.num_precisions), bytes(program.num_precisions)
+    states = (fast, bytes([0, *full[1:]]), full) if nested else (b"",)
+    plans = [prefill_plan((longest,) * (limits.max_batch_tokens // longest), state) for state in states]
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.wait(runner.launch(plan))
+    for plan in plans:
+        runner.wait(runner.launch(plan))
     peak = torch.cuda.max_memory_allocated(device)
     return peak - before
 

@@ -13,21 +13,23 @@ from depthfx.runtime.sizing import prefill_plan
 _PREFILL_ROWS = 256
 
 
-def precompile_kernels(runner: Runner, buckets: tuple[int, ...], workers: KernelWorkers) -> None:
+def precompile_kernels(runner: Runner, buckets: tuple[int, ...], workers: KernelWorkers, nested: bool = False) -> None:
     """Compile what prefill steps and one decode step of each bucket need and Triton's cache lacks.
 
-    Where no worker runs yet, the program was known, and so its kernels most likely are: two buckets are asked first.
+    Where no worker runs yet, the program was known, and so its kernels most likely are: two buckets are asked first. ``nested``:
+    prefill steps have kernels of their own where precision is known on the host.
     """
+    hints = (1, 0, -1) if nested else (-1,)
     if not workers.started:
-        variants = _variants(runner, buckets[:1] + buckets[-1:])
+        variants = _variants(runner, buckets[:1] + buckets[-1:], hints)
         if all(v.is_cached() for v in variants):
             workers.compile(variants)
             return
-    workers.compile(_variants(runner, buckets))
+    workers.compile(_variants(runner, buckets, hints))
 
 
 @torch.inference_mode()
-def _variants(runner: Runner, buckets: tuple[int, ...]) -> list[Variant]:
+def _variants(runner: Runner, buckets: tuple[int, ...], hints: tuple[int, ...]) -> list[Variant]:
     """The kernels of a long and a short prefill step and of each bucket, from steps that run without any kernel.
 
     Values are garbage meanwhile: nothing may read them on the host, and no index may come from them.
@@ -35,7 +37,8 @@ def _variants(runner: Runner, buckets: tuple[int, ...]) -> list[Variant]:
     longest = min(runner.shape.max_batch_tokens, runner.shape.blocks_per_row * runner.shape.kv.block_tokens)
     with collected() as found:
         for rows in (longest, min(_PREFILL_ROWS, longest)):
-            runner.forward(runner.staging.upload(prefill_plan((rows,))))
+            for precision in hints:
+                runner.forward(runner.staging.upload(prefill_plan((rows,))), precision)
         for bucket in reversed(buckets):
             runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket))
     return list(found)

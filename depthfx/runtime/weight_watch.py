@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from depthfx.errors import UnsupportedOptionError
+from depthfx.lowering.nested_linear import nested_linears
 
 
 class WeightWatch:
@@ -36,5 +37,9 @@ class WeightWatch:
 
 
 def _state(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Address and count of changes of each parameter; tensors made in inference mode count nothing."""
-    return {name: (p.data_ptr(), 0 if p.is_inference() else p._version) for name, p in model.named_parameters()}
+    """Address and count of changes of each parameter and nested weight; tensors made in inference mode count nothing."""
+    watched: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for path, module in nested_linears(model).items():
+        parts = {"": module.upper, ".lower": module.lower, ".shift": module.shift}
+        watched |= {f"{path}.weight{part}": tensor for part, tensor in parts.items() if tensor is not None}
+    return {name: (t.data_ptr(), 0 if t.is_inference() else t._version) for name, t in watched.items()}

@@ -65,7 +65,7 @@ def engine_over(
     own = Runner(runner.program, shape, runner.device, buckets)
     if buckets:
         own.graphs.capture()
-    return Engine(scheduler, own, shape.vocab_size, lookahead, check=True)
+    return Engine(scheduler, own, shape.vocab_size, lookahead, check=True, layers=compiled.engine.layers)
 
 
 def run_staggered(engine: Engine, rows: list[list[int]], every: int = 2, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
