@@ -76,7 +76,9 @@ def test_other_dtypes_come_back_where_fp16_holds_them(dtype):
     check_bits(unnest(nested, dtype), weight)
 
 
-def test_changes_of_the_cast_are_counted():
+@pytest.mark.parametrize("elements", [64, 1 << 20])
+def test_changes_of_the_cast_are_counted(elements, monkeypatch):
+    monkeypatch.setitem(nesting._SLICE, "cpu", elements)
     weight = torch.full((3, 64), 0.5)
     weight[0, :2], weight[2, 0] = 0.1, 1 / 3
     nested, changed = nest_counted(weight)
