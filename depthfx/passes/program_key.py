@@ -26,8 +26,8 @@ _NOT_IN_THE_GRAPH = frozenset(
     "memory_budget_gib gpu_memory_utilization kv_blocks prefix_reuse max_batch_size max_batch_tokens max_chunk_tokens lookahead "
     "inductor cuda_graphs on_unsupported cache_dir program_cache parallel_warmup check".split()
 )
-# Attributes of a module that are listed otherwise, or that concern the generation loop alone.
-_NOT_IN_THE_MODULE = frozenset({"_parameters", "_buffers", "_modules", "generation_config"})
+# Attributes of a module that are listed otherwise, or that concern loading or the generation loop alone.
+_NOT_IN_THE_MODULE = frozenset({"_parameters", "_buffers", "_modules", "generation_config", "_is_hf_initialized"})
 # Packages whose code counts by its version; depthfx itself counts by its text.
 _BY_VERSION = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy", "sympy", "depthfx", "builtins"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
