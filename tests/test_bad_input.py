@@ -137,6 +137,8 @@ SETTINGS = {
     "share": ({"gpu_memory_utilization": 1.5}, "must be above 0 and at most 1"),
     "context": ({"max_model_len": 1000}, "max_model_len=1000 .*256"),
     "graphs on a CPU": ({"cuda_graphs": True}, "cuda_graphs=True needs a model on CUDA; this one is on cpu"),
+    "weights": ({"weights": "8bit"}, r"weights='8bit' must be one of \('16bit', 'nested', 'fp8'\)"),
+    "head without nested weights": ({"nested_head": True}, "nested_head=True needs weights='nested'; it is '16bit': set both"),
     "rows": ({"max_batch_size": 8, "max_batch_tokens": 4}, "max_batch_tokens=4 must be at least max_batch_size=8"),
 }
 
@@ -157,6 +159,7 @@ VARIABLES = {
     "DEPTHFX_MEMORY_BUDGET_GIB": ("4g", r"'4g' must be a number \(float\)"),
     "DEPTHFX_CHECK": ("maybe", "must be 1/0, true/false, yes/no or on/off"),
     "DEPTHFX_ON_UNSUPPORTED": ("never", "on_unsupported='never' must be one of"),
+    "DEPTHFX_WEIGHTS": ("fp4", "weights='fp4' must be one of"),
     "DEPTHFX_KV_BLOCK": ("3", "unknown environment variable DEPTHFX_KV_BLOCK='3'; did you mean DEPTHFX_KV_BLOCKS"),
 }
 

@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
 
 import depthfx
 from depthfx.errors import UnsupportedModelError, UnsupportedOptionError
+from depthfx.lowering.kernels._dual_weight import plain_weight
+from depthfx.lowering.nested_linear import nested_linears
 from depthfx.records import SamplingParams
 from depthfx.runtime.graphs import decode_buckets
 from tests.families.configs import FAMILIES, VOCABULARY, build
@@ -234,3 +236,68 @@ def test_memory_is_sized_from_the_device():
     )
     assert "KV pool: 64 blocks of 16 tokens" in model.explain()  # four contexts of 256 tokens: more could never be used
     assert served(model.engine, RAGGED) == served(engine_over(compiled("llama")), RAGGED)
+
+
+@cache
+def nested(name, dtype=torch.float16):
+    return depthfx.compile(build(name, dtype, "cuda"), inductor=False, check=True, kv_blocks=96, max_batch_size=9, weights="nested")
+
+
+def fast_reference(name, dtype=torch.float16):
+    """Hugging Face's eager model in fp32 with the FP8 bytes of the nested weights as numbers."""
+    model = build(name, dtype, "cuda").float()
+    with torch.no_grad():
+        for path, m in nested_linears(nested(name, dtype)).items():
+            model.get_submodule(path).weight.copy_(plain_weight(m.upper, m.lower, m.shift, m.format, full=False))
+    return model
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "gpt2"])
+def test_nested_full_precision(name):
+    nested(name).set_precision("full")
+    check_family(nested(name), name, torch.float16)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_nested_full_precision_in_bf16(name):
+    check_family(nested(name, torch.bfloat16), name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3"])
+def test_nested_fast_precision(name):
+    model, exact = nested(name), fast_reference(name)
+    model.set_precision("fast")
+    try:
+        tokens = served(model.engine, RAGGED)
+        stats = model.engine.stats()
+    finally:
+        model.set_precision("full")
+    assert stats.steps_by_precision["fast"] > 0
+    for prompt, answer in zip(RAGGED, tokens, strict=True):
+        logits = forced(exact, prompt, answer)
+        gap = (logits.amax(-1) - logits.gather(1, torch.tensor(answer, device="cuda")[:, None])[:, 0]) / (1 + logits.amax(-1).abs())
+        assert float(gap.max()) <= 0.03
+
+
+def test_captured_graphs_serve_every_mixture():
+    engine, rows, rng = nested("llama").engine, prompts(tuple(range(5, 69)), seed=4), random.Random(1)
+    answers = {engine.add(row, SamplingParams(max_new_tokens=12)): [] for row in rows}
+    while engine.has_unfinished():
+        if rng.random() < 0.4:
+            engine.set_precision(rng.choice(["full", "fast", {1: "fast"}, {1: "full"}]))
+        for output in engine.step():
+            assert output.error is None
+            answers[output.request_id] += output.new_token_ids
+    engine.set_precision("full")
+    assert engine.stats().kv.num_held == 0 and all(len(a) == 12 for a in answers.values())
+    for row, answer in zip(rows[:8], served(engine, rows[:8]), strict=True):
+        check_near_greedy("llama", row, answer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_static_fp8(dtype):
+    model = depthfx.compile(build("llama", dtype, "cuda"), inductor=False, kv_blocks=96, max_batch_size=9, weights="fp8")
+    options = {**GREEDY, "max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    ids = torch.tensor([RAGGED[0]], device="cuda")
+    ours, exact = model.generate(ids, **options).logits[0], reference("llama", dtype).generate(ids, **options).logits[0]
+    assert 1e-3 < float((ours - exact).norm() / exact.norm()) < 0.3
