@@ -57,6 +57,7 @@ def graph_us(calls: list[Callable[[], Any]], replays: int = 7) -> float:
     """Median time of one call in microseconds, over replays of one graph that holds all calls."""
     repeated = list(itertools.islice(itertools.cycle(calls), max(len(calls), 12)))
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()  # the inputs are made on another stream
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,6 +99,12 @@ def device_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 132
     return _cuda_sms(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@cache
+def is_hopper(index: int) -> bool:
+    """Whether device ``index`` is of compute capability 9 and this Triton has the Gluon interface that the Hopper kernels are written in."""
+    return torch.cuda.get_device_capability(index)[0] == 9 and triton.__version__.startswith("3.6.")
 
 
 _SMS: dict[int, int] = {}

@@ -63,6 +63,7 @@ class Program:
     num_heads: int
     num_precisions: int  # entries of `StepInputs.layer_precision`
     vocab_size: int  # width of the logits
+    nested: bool  # weights of layers are nested
     refill_tables: Callable[[], None]  # to be called after weights were changed in place
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
@@ -102,7 +103,7 @@ def build_program(
         refill_tables = bind_weights(gm, ctx, model)
     assert ctx.kv_shape is not None
     num_precisions = ctx.kv_shape.num_layers + settings.nested_head
-    return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads, num_precisions, vocab_size, refill_tables)
+    return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads, num_precisions, vocab_size, settings.weights == "nested", refill_tables)
 
 
 def _rewritten(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from depthfx.lowering import ops
 from depthfx.records import StepPlan
 
 if TYPE_CHECKING:
@@ -34,6 +35,22 @@ class DecodeGraph:
     def replay(self) -> None:
         """Queue the step on the current stream."""
         self.graph.replay()
+
+
+@contextmanager
+def dependent_launch(bucket: int, nested: bool, device: torch.device) -> Iterator[None]:
+    """Kernels launched or captured inside may start while the one before drains, in steps of ``bucket`` rows that gain from it.
+
+    On an H200 a step of one row takes 4.03 instead of 4.26 ms, of 64 rows 5.67 instead of 5.80; of 8 rows 4.93 instead of 4.69,
+    since the 16-bit kernels for a few rows then crowd each other out of the L2. Nested weights are asked for by the tensor copy
+    engine, and gain at every size.
+    """
+    gains = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and (nested or not 2 < bucket < 48)
+    ops.enable_pdl(gains)
+    try:
+        yield
+    finally:
+        ops.enable_pdl(False)
 
 
 def decode_buckets(max_batch_size: int) -> tuple[int, ...]:
@@ -78,11 +95,12 @@ class DecodeGraphs:
         for bucket in reversed(self.buckets):
             uploaded = runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket)
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), dependent_launch(bucket, runner.shape.nested, runner.device):
                 runner.forward(uploaded)  # compiles what this bucket needs, outside the capture
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            overlapped = dependent_launch(bucket, runner.shape.nested, runner.device)
+            with _no_collection(), overlapped, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 logits = runner.forward(uploaded)
                 tokens = greedy(logits)
                 runner.last_tokens[:bucket].copy_(tokens)

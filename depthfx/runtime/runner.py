@@ -31,6 +31,7 @@ class RunnerShape:
     max_batch_tokens: int
     vocab_size: int
     num_precisions: int = 1  # entries of `StepInputs.layer_precision`
+    nested: bool = False  # weights of layers are nested
 
 
 def is_plain_greedy(chunk: Chunk) -> bool:

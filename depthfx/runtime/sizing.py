@@ -127,6 +127,7 @@ def runner_shape(program: Any, limits: Limits, num_blocks: int) -> RunnerShape:
         limits.max_batch_tokens,
         program.vocab_size,
         program.num_precisions,
+        program.nested,
     )
 
 

@@ -6,6 +6,7 @@ import torch
 
 from depthfx.lowering.precompile import KernelWorkers, Variant, collected
 from depthfx.records import StepPlan
+from depthfx.runtime.graphs import dependent_launch
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.sizing import prefill_plan
 
@@ -40,5 +41,6 @@ def _variants(runner: Runner, buckets: tuple[int, ...], hints: tuple[int, ...]) 
             for precision in hints:
                 runner.forward(runner.staging.upload(prefill_plan((rows,))), precision)
         for bucket in reversed(buckets):
-            runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket))
+            with dependent_launch(bucket, runner.shape.nested, runner.device):
+                runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket))
     return list(found)

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 from depthfx.lowering.kernel_spec import KERNELS, enable_pdl
 from depthfx.lowering.kernels import prefill_attention
 from depthfx.lowering.kernels._hopper_prefill import launch_hopper
+from depthfx.lowering.kernels._hopper_stream import launch_stream
 
 
 class _Hopper:
@@ -85,6 +86,17 @@ def main() -> None:
     for tile in ((128, 2), (64, 4)):
         current.update(op="paged_attention", pdl=False)
         launch_hopper(q, pool, layer, *step, torch.empty_like(q), 0, 0.125, 132, tile=tile)
+    for rows, op, gated, coding, pdl in (
+        (3, "dual_linear", False, 1, True),
+        (40, "dual_gated_linear", True, 2, True),
+        (100, "dual_linear", False, 1, False),
+    ):
+        current.update(op=op, pdl=pdl)
+        enable_pdl(pdl)
+        x, flags = torch.empty(rows, 4096, dtype=torch.float16), torch.ones(1, dtype=torch.int32)
+        upper, lower, shift = torch.empty(512, 4096, dtype=torch.uint8), torch.empty(512, 4096, dtype=torch.uint8), None
+        launch_stream(x, upper, lower, shift, None, int(gated), flags, 0, coding)
+    enable_pdl(False)
     print(json.dumps(facts))
     assert prefill_attention.INTERPRETED is False
 

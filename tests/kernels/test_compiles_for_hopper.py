@@ -64,3 +64,11 @@ def test_the_prefill_kernel_for_hopper_loads_by_the_copy_engine_and_keeps_its_su
     for c in found:
         assert c["wgmma"] > 0 and c["tensor_copies"] > 0 and c["spills"] == 0, c
         assert c["shared_bytes"] <= 227 << 10
+
+
+def test_the_streaming_kernel_copies_by_the_engine_and_multiplies_from_registers(compiled):
+    found = [c for c in compiled if c["kernel"] == "_hopper_stream_kernel"]
+    assert len(found) == 3
+    for c in found:
+        assert c["tensor_copies"] > 0 and c["register_operands"] == c["wgmma"] > 0 and c["spills"] == 0, c
+        assert c["shared_bytes"] <= 227 << 10

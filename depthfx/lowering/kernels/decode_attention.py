@@ -27,26 +27,30 @@ MAX_SPLITS = 64
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tile of keys, warps, pipeline stages and key ranges of one launch."""
+    """Tile of keys, warps, pipeline stages, most key ranges of a row and fewest keys of a range."""
 
     block_keys: int
     num_warps: int
     num_stages: int
     num_splits: int
+    range_keys: int = 64
 
 
 def decode_config(num_rows: int, num_kv_heads: int, max_keys: int, head_dim: int, num_sms: int) -> DecodeConfig:
-    """Config from host numbers alone: about 2 programs for each multiprocessor, no range shorter than a key tile.
+    """Config from host numbers alone: about 2 programs for each multiprocessor, more only for rows with long contexts.
 
-    More ranges load sooner but must be joined: at one row of 4096 keys, 16 ranges take 17 us and 32 take 21 us on an H200.
+    More ranges load sooner but must be joined: at one row of 4096 keys, 16 ranges take 17 us and 32 take 21 us on an H200. Where
+    the rows alone fill the device a range has many keys, since the join costs more than it brings: 128 rows of 576 keys take
+    76 us in one range each and 92 us in two.
     """
     block_keys = 64
     wanted = triton.cdiv(2 * num_sms, max(1, num_rows * num_kv_heads))
     for_long_contexts = 1 + max_keys // 8192  # one long request in a large batch must not run alone at the end
     splits = max(min(wanted, 16 if max_keys <= 8192 else 32), min(for_long_contexts, 8))
     splits = max(1, min(splits, triton.cdiv(max_keys, block_keys), MAX_SPLITS))
+    range_keys = 4096 if wanted == 1 else 1024 if wanted == 2 else block_keys
     num_warps = 8 if num_rows * num_kv_heads * splits <= 2 * num_sms else 4
-    return DecodeConfig(block_keys, num_warps, num_stages=3 if head_dim <= 128 else 2, num_splits=splits)
+    return DecodeConfig(block_keys, num_warps, num_stages=3 if head_dim <= 128 else 2, num_splits=splits, range_keys=range_keys)
 
 
 @triton.jit
@@ -90,7 +94,7 @@ def _decode_attention_kernel(
     layer, scale, softcap, window, stride_qt, stride_qh, stride_table, stride_block, stride_layer,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, RANGE_KEYS: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one (KV head, row, key range); the G query heads of the KV head fill a tile of BLOCK_M rows."""
@@ -111,7 +115,7 @@ def _decode_attention_kernel(
     if window > 0:
         lowest = tl.maximum(num_keys - window, 0)
     begin = lowest // BLOCK_TOKENS * BLOCK_TOKENS
-    range_keys = tl.cdiv(tl.cdiv(num_keys - begin, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    range_keys = tl.maximum(tl.cdiv(tl.cdiv(num_keys - begin, SPLITS), BLOCK_KEYS) * BLOCK_KEYS, RANGE_KEYS)
     active = tl.cdiv(num_keys - begin, tl.maximum(range_keys, 1))
     if (position < 0) & (split == 0):
         tl.store(out_tile, tl.zeros((BLOCK_M, BLOCK_D), out_ptr.dtype.element_ty), mask=head_mask)
@@ -189,7 +193,7 @@ def launch_decode(
         layer, scale, softcap, window, q.stride(0), q.stride(1), block_tables.stride(0), stride_block, stride_layer,
         HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
         GROUP=group, BLOCK_M=max(16, block_g), BLOCK_G=block_g, BLOCK_D=block_d, BLOCK_KEYS=config.block_keys,
-        SPLITS=config.num_splits,
+        SPLITS=config.num_splits, RANGE_KEYS=config.range_keys,
         BLOCK_S=min(triton.next_power_of_2(config.num_splits), max(1, 4096 // (block_g * block_d))),
         HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
         STAGES=config.num_stages, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl_options(),

@@ -26,6 +26,7 @@ from depthfx.lowering.kernels._dual_weight import (
 )
 from depthfx.lowering.kernels._fp8_linear import launch_fp8, uses_fp8
 from depthfx.lowering.kernels._join_weight import launch_joined
+from depthfx.lowering.kernels._stream_config import launch_streamed, uses_stream
 from depthfx.lowering.kernels.dual_linear import in_stored_order
 
 
@@ -52,6 +53,8 @@ def launch(
     layer: int, precision: int, format: str, activation: str,
 ) -> torch.Tensor:  # fmt: skip
     code = gated_activation.activation_code(activation)
+    if uses_stream(x, upper, gated=True):
+        return launch_streamed(x, upper, lower, shift, layer_precision, layer, format, activation=code)
     if is_small_dual(x):
         return launch_small_dual(inner_contiguous(x), upper, lower, shift, layer_precision, layer, format, activation=code)
     if uses_fp8(x, upper, precision):

@@ -28,6 +28,7 @@ from depthfx.lowering.kernels._dual_weight import (
 )
 from depthfx.lowering.kernels._fp8_linear import launch_fp8, uses_fp8
 from depthfx.lowering.kernels._join_weight import launch_joined
+from depthfx.lowering.kernels._stream_config import launch_streamed, uses_stream
 
 
 def reference(
@@ -57,6 +58,8 @@ def launch(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
     layer: int, precision: int, format: str, bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
+    if uses_stream(x, upper, gated=False):
+        return launch_streamed(x, upper, lower, shift, layer_precision, layer, format, bias=bias)
     if is_small_dual(x):
         return launch_small_dual(inner_contiguous(x), upper, lower, shift, layer_precision, layer, format, bias=bias)
     if uses_fp8(x, upper, precision):

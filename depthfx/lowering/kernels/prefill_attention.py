@@ -9,13 +9,12 @@ Example: a chunk of 200 rows from position 300 on has two tiles, rows 0 to 127 a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
+from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, is_hopper, pdl_options
 from depthfx.lowering.kernels._device import dot, pdl_release, pdl_wait, tanh
 from depthfx.lowering.kernels.kv_append import pool_strides
 from depthfx.records import PREFILL_TILE_ROWS
@@ -179,12 +178,6 @@ def _prefill_attention_kernel(
             tl.store(out_ptr + (tile_rows[:, None] * HEADS + head) * HEAD_DIM + d[None, :], result, mask=tile_mask)
 
 
-@cache
-def _is_hopper(index: int) -> bool:
-    """Whether device ``index`` is of compute capability 9 and this Triton has the Gluon interface that the kernel is written in."""
-    return torch.cuda.get_device_capability(index)[0] == 9 and triton.__version__.startswith("3.6.")
-
-
 def uses_hopper_kernel(q: torch.Tensor, kv_pool: torch.Tensor, window: int, softcap: float, sinks: torch.Tensor | None) -> bool:
     """Whether ``_hopper_prefill`` serves a call: plain causal attention of 16-bit numbers, head dimension 64 or 128, on Hopper.
 
@@ -194,7 +187,7 @@ def uses_hopper_kernel(q: torch.Tensor, kv_pool: torch.Tensor, window: int, soft
     head_dim = q.shape[2]
     return (
         q.device.type == "cuda"
-        and _is_hopper(q.device.index)
+        and is_hopper(q.device.index)
         and window <= 0 and softcap <= 0 and sinks is None
         and q.element_size() == 2 and head_dim in (64, 128) and kv_pool.shape[4] in (16, 32, 64)
         and (q.stride(0) | q.stride(1)) % 8 == 0 and q.data_ptr() % 16 == 0
