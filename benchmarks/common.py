@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import platform
@@ -62,12 +63,45 @@ def make_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int
         else:
             p.data.normal_(0, 0.02, generator=generator)
     for module in model.modules():
-        if hasattr(module, "rope_init_fn"):
+        if hasattr(module, "compute_default_rope_parameters"):  # computed buffers, which to_empty left without content
             inv_freq, module.attention_scaling = type(module).compute_default_rope_parameters(config, device)
             module.register_buffer("inv_freq", inv_freq, persistent=False)
             module.original_inv_freq = inv_freq
     model.tie_weights()
     return model.eval()
+
+
+# Arms of depthfx beside the plain one, which `--weights` and `--precision` define: settings.weights and the precision to set.
+_ARMS = {"depthfx-full": ("nested", "full"), "depthfx-fast": ("nested", "fast"), "depthfx-fp8": ("fp8", None)}
+
+
+def add_weight_options(parser: Any) -> None:
+    """``--weights`` and ``--precision`` of the arm ``depthfx``."""
+    parser.add_argument("--weights", choices=["16bit", "nested", "fp8"], default="16bit", help="of the arm depthfx")
+    parser.add_argument("--precision", choices=["full", "fast"], default="full", help="of the arm depthfx with nested weights")
+
+
+def depthfx_groups(args: Any) -> dict[str, list[tuple[str, str | None]]]:
+    """The depthfx arms asked for by the weights that they compile with: ``{weights: [(label, precision to set)]}``."""
+    groups: dict[str, list[tuple[str, str | None]]] = {}
+    for arm in args.arms:
+        if arm in _ARMS:
+            weights, precision = _ARMS[arm]
+        elif arm == "depthfx":
+            weights, precision = args.weights, args.precision if args.weights == "nested" else None
+        else:
+            continue
+        label = {"16bit": "depthfx", "fp8": "depthfx-fp8", "nested": f"depthfx-{precision}"}[weights]
+        if (label, precision) not in groups.setdefault(weights, []):
+            groups[weights].append((label, precision))
+    return groups
+
+
+def release() -> None:
+    """Give back the memory of models that nobody holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def weight_bytes_per_step(model: Any) -> int:

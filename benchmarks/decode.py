@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -27,7 +28,9 @@ def time_depthfx(model: Any, batch: int, length: int, steps: int) -> tuple[list[
     waiting = {engine.add(prompt, sampling) for prompt in prompts(batch, length, model.config.vocab_size)}
     everyone = set(waiting)
     while waiting:
-        waiting -= {output.request_id for output in engine.step()}
+        outputs = engine.step()
+        assert all(output.error is None for output in outputs), outputs
+        waiting -= {output.request_id for output in outputs}
     for _ in range(4):
         engine.step()
     times = []
@@ -106,12 +109,42 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hf-batches", type=int, nargs="+", default=[1, 32], help="batches of the Hugging Face arms (slow)")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--arms", nargs="+", default=["floor", "depthfx", "prefill", "hf-eager", "hf-static"])
+    arms = ["floor", "depthfx", "prefill", "hf-eager", "hf-static"]
+    parser.add_argument("--arms", nargs="+", default=arms, help=f"of {', '.join(arms)}; also depthfx-full, depthfx-fast, depthfx-fp8")
+    common.add_weight_options(parser)
     parser.add_argument("--dtype", default=None, help="float16, bfloat16 or float32; default float16 on CUDA, float32 on a CPU")
     parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
     parser.add_argument("--kv-blocks", type=int, default=None)
     parser.add_argument("--no-inductor", action="store_true")
     return parser.parse_args()
+
+
+def run_depthfx(
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: str,
+    arms: list[tuple[str, str | None]],
+    add: Callable[..., None],
+) -> None:
+    """The arms that share one compiled model: full and fast precision of nested weights are one switch apart."""
+    model = common.make_model(args.shape, device, dtype, args.layers)
+    start = time.perf_counter()
+    depthfx.compile(model, kv_blocks=args.kv_blocks, inductor=not args.no_inductor, weights=weights)
+    add(arms[0][0], 0, "s to compile", time.perf_counter() - start)
+    print(model.explain(), flush=True)
+    for arm, precision in arms:
+        if precision is not None:
+            model.set_precision(precision)
+        for batch in args.batches:
+            times, exposed = time_depthfx(model, batch, args.prompt, args.steps)
+            add(arm, batch, "ms a step", common.spread([t * 1e3 for t in times]))
+            add(arm, batch, "exposed host ms a step", exposed * 1e3)
+            replay = time_replay(model, batch)
+            if replay:
+                add(arm, batch, "ms a replay, idle rows", common.spread([t * 1e3 for t in replay]))
+        if "prefill" in args.arms:
+            add(arm, 8, "prompt tokens/s, 8 x 2048", time_prefill(model, 8, 2048))
 
 
 def main() -> None:
@@ -143,21 +176,11 @@ def main() -> None:
             add("HF static", batch, "s in all, with compilation", time.perf_counter() - start)
         torch._dynamo.reset()
         gc.collect()
-    if {"depthfx", "prefill"} & set(args.arms):
-        start = time.perf_counter()
-        depthfx.compile(model, kv_blocks=args.kv_blocks, inductor=not args.no_inductor)
-        add("depthfx", 0, "s to compile", time.perf_counter() - start)
-        print(model.explain(), flush=True)
-    if "depthfx" in args.arms:
-        for batch in args.batches:
-            times, exposed = time_depthfx(model, batch, args.prompt, args.steps)
-            add("depthfx", batch, "ms a step", common.spread([t * 1e3 for t in times]))
-            add("depthfx", batch, "exposed host ms a step", exposed * 1e3)
-            replay = time_replay(model, batch)
-            if replay:
-                add("depthfx", batch, "ms a replay, idle rows", common.spread([t * 1e3 for t in replay]))
-    if "prefill" in args.arms:
-        add("depthfx", 8, "prompt tokens/s, 8 x 2048", time_prefill(model, 8, 2048))
+    del model
+    common.release()
+    for weights, arms in common.depthfx_groups(args).items():
+        run_depthfx(args, device, dtype, weights, arms, add)
+        common.release()
     common.print_table(rows, ["arm", "batch", "what", "median", "p10", "p90"])
     base = common.write_results(f"decode-{args.shape}", rows, device)
     steps = [r for r in rows if r["what"] == "ms a step"]

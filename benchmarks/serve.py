@@ -32,6 +32,7 @@ def run_depthfx(model: Any, requests: list[list[int]], new: int) -> dict[str, fl
         engine.add(prompt, sampling)
     while engine.has_unfinished():
         for output in engine.step():
+            assert output.error is None, output.error
             now = time.perf_counter() - start
             first.setdefault(output.request_id, now)
             if output.request_id in last and output.new_token_ids:
@@ -61,6 +62,30 @@ def run_hf(model: Any, requests: list[list[int]], new: int) -> dict[str, float]:
     return {"tokens/s": tokens / seconds, "seconds": seconds}
 
 
+def serve_depthfx(
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: str,
+    arms: list[tuple[str, str | None]],
+    rows: list[dict[str, Any]],
+) -> None:
+    """The arms that share one compiled model."""
+    model = depthfx.compile(common.make_model(args.shape, device, dtype, args.layers), weights=weights)
+    vocabulary = model.config.vocab_size
+    for arm, precision in arms:
+        if precision is not None:
+            model.set_precision(precision)
+        run_depthfx(model, prompts(16, args.prompt, vocabulary, 99), 8)
+        for number in args.requests:
+            for repeat in range(args.repeats):
+                result = run_depthfx(model, prompts(number, args.prompt, vocabulary, 1 + repeat + number), args.new)
+                rows.append({"arm": arm, "requests": number, **result})
+                print(rows[-1], flush=True)
+        stats = model.engine.stats()
+        print(f"exposed host {stats.exposed_seconds_per_step * 1e3:.3f} ms a step, host {stats.host_seconds_per_step * 1e3:.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(common.SHAPES), default="llama3-8b")
@@ -69,7 +94,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", default=["depthfx", "hf-batch"])
+    parser.add_argument("--arms", nargs="+", default=["depthfx", "hf-batch"], help="also depthfx-full, depthfx-fast, depthfx-fp8")
+    common.add_weight_options(parser)
     parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
     args = parser.parse_args()
     device = common.default_device()
@@ -81,16 +107,11 @@ def main() -> None:
             result = run_hf(model, prompts(number, args.prompt, model.config.vocab_size, 0), args.new)
             rows.append({"arm": "HF generate_batch", "requests": number, **result})
             print(rows[-1], flush=True)
-    if "depthfx" in args.arms:
-        depthfx.compile(model)
-        run_depthfx(model, prompts(16, args.prompt, model.config.vocab_size, 99), 8)
-        for number in args.requests:
-            for repeat in range(args.repeats):
-                result = run_depthfx(model, prompts(number, args.prompt, model.config.vocab_size, 1 + repeat + number), args.new)
-                rows.append({"arm": "depthfx", "requests": number, **result})
-                print(rows[-1], flush=True)
-        stats = model.engine.stats()
-        print(f"exposed host {stats.exposed_seconds_per_step * 1e3:.3f} ms a step, host {stats.host_seconds_per_step * 1e3:.3f}")
+    del model
+    common.release()
+    for weights, arms in common.depthfx_groups(args).items():
+        serve_depthfx(args, device, dtype, weights, arms, rows)
+        common.release()
     common.print_table(rows, ["arm", "requests", "tokens/s", "seconds", "mean TTFT s", "p99 TTFT s", "largest gap ms"])
     base = common.write_results(f"serve-{args.shape}", rows, device)
     title = f"{args.shape}: requests of {args.prompt} + {args.new} tokens, all at once (higher is better)"
