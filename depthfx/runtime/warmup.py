@@ -40,7 +40,15 @@ def _variants(runner: Runner, buckets: tuple[int, ...], hints: tuple[int, ...]) 
         for rows in (longest, min(_PREFILL_ROWS, longest)):
             for precision in hints:
                 runner.forward(runner.staging.upload(prefill_plan((rows,))), precision)
+                _settle(runner)
         for bucket in reversed(buckets):
             with dependent_launch(bucket, runner.shape.nested, runner.device):
                 runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket))
+            _settle(runner)
     return list(found)
+
+
+def _settle(runner: Runner) -> None:
+    """Wait for the step: the host buffers of uploads are for one step at a time, and a later upload must not overtake a copy."""
+    if runner.device.type == "cuda":
+        torch.cuda.current_stream(runner.device).synchronize()

@@ -84,8 +84,11 @@ def stored_weight(
 
 
 # Many rows in fast precision: on compute capability 9 the activations are FP8 too.
-FP8_TOLERANCE = {F32: 2e-5, F16: 0.15, BF16: 0.15}
-FP8_REASON = "activations rounded to three bits are off by 2.6 % (rms); the largest of some 20,000 outputs by five times that"
+FP8_TOLERANCE = {F32: 2e-5, F16: 0.3, BF16: 0.3}
+FP8_REASON = (
+    "activations rounded to three bits are off by 2.6 % (rms), the largest of some 20,000 outputs by five times that; the FP8 tensor "
+    "cores keep sums in about 13 bits, and a gated output is the product of two such sums"
+)
 
 # Cases: rows, outputs, inputs, format, the flag of layer 1 of three (the others have the opposite one) and the hint.
 DualShape = tuple[int, int, int, str, int, int]
