@@ -69,7 +69,9 @@ class Settings:
         if self.weights not in get_args(Weights):
             raise SettingError(f"setting weights={self.weights!r} must be one of {get_args(Weights)}")
         if self.nested_head and self.weights != "nested":
-            raise SettingError(f"setting nested_head=True needs weights='nested'; it is {self.weights!r}: set both, or leave nested_head out")
+            raise SettingError(
+                f"setting nested_head=True needs weights='nested'; it is {self.weights!r}: set both, or leave nested_head out"
+            )
 
     @classmethod
     def build(cls, base: Settings | None = None, **overrides: Any) -> Settings:
