@@ -1,8 +1,8 @@
 """A stored weight back to a plain 16-bit matrix, for products of so many rows that joining once costs less than joining in the product.
 
 ``w[n, k] = 2^shift[n] * number(upper[n, p], lower[n, p])``, where place p holds column k; full or fast by the flag on the device.
-The matrix is made in chunks of rows small enough to stay in the L2 cache until the product has read them.
-Example: [28672, 4096] float16 is 224 MiB, so 7 chunks of 4,096 rows, each joined and multiplied before the next.
+The matrix is made in chunks of rows. Few large chunks: narrow products leave many multiprocessors without a tile at their end.
+Example: [28672, 4096] float16 is 224 MiB, one chunk; [128256, 4096] takes four of at most 32,768 rows, each joined and multiplied before the next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from depthfx.lowering.kernels._device import pdl_release, pdl_wait
 from depthfx.lowering.kernels._dual_weight import check_stored, coding_of
 from depthfx.lowering.kernels._join_bytes import join_bytes, power_of_two, true_order, widen_bytes
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 256 << 20
 
 
 @triton.jit(do_not_specialize=["layer", "first_row", "end_row"])
