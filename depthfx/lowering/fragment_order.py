@@ -15,7 +15,13 @@ GROUP = 64
 
 def is_fragment_order(num_columns: int) -> bool:
     """Whether a stored weight of ``num_columns`` columns is in fragment order; else it is in plain order."""
-    return num_columns % GROUP == 0
+    return num_columns > 0 and num_columns % GROUP == 0
+
+
+def _pairs(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Two columns that stay neighbours as one number, where there is an integer of that size, and how many numbers two columns are."""
+    wider = {1: torch.int16, 2: torch.int32}.get(t.element_size())
+    return (t.contiguous().view(wider), 1) if wider is not None else (t, 2)
 
 
 def to_fragment_order(t: torch.Tensor) -> torch.Tensor:
@@ -23,7 +29,9 @@ def to_fragment_order(t: torch.Tensor) -> torch.Tensor:
     num_rows, num_columns = t.shape
     if not is_fragment_order(num_columns):
         return t
-    return t.reshape(num_rows, num_columns // GROUP, 4, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(num_rows, num_columns)
+    pairs, width = _pairs(t)
+    ordered = pairs.reshape(num_rows, num_columns // GROUP, 4, 2, 4, width).permute(0, 1, 4, 2, 3, 5)
+    return ordered.reshape(pairs.shape).view(t.dtype)
 
 
 def from_fragment_order(t: torch.Tensor) -> torch.Tensor:
@@ -31,7 +39,9 @@ def from_fragment_order(t: torch.Tensor) -> torch.Tensor:
     num_rows, num_columns = t.shape
     if not is_fragment_order(num_columns):
         return t
-    return t.reshape(num_rows, num_columns // GROUP, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(num_rows, num_columns)
+    pairs, width = _pairs(t)
+    ordered = pairs.reshape(num_rows, num_columns // GROUP, 4, 4, 2, width).permute(0, 1, 3, 4, 2, 5)
+    return ordered.reshape(pairs.shape).view(t.dtype)
 
 
 def fragment_columns(num_columns: int, device: torch.device | None = None) -> torch.Tensor:

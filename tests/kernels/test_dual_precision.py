@@ -14,7 +14,7 @@ from depthfx.lowering.fragment_order import to_fragment_order
 from depthfx.lowering.kernel_spec import INTERPRETED, KERNELS, max_error
 from depthfx.lowering.kernels import _join_bytes, _scratch, gated_activation
 from depthfx.lowering.kernels._dual_linear import dual_config, launch_small_dual
-from depthfx.lowering.kernels._dual_weight import CODINGS, coding_of, draw_inputs, is_full, plain_weight, stored_weight
+from depthfx.lowering.kernels._dual_weight import CODINGS, coding_of, draw_inputs, is_full, joined_weight, plain_weight
 from depthfx.lowering.kernels._fp8_linear import launch_fp8, row_scales, uses_fp8
 from depthfx.lowering.kernels._join_weight import join_weight, launch_joined
 from depthfx.lowering.kernels._small_linear import LinearConfig
@@ -97,8 +97,9 @@ def test_joined_matrix_holds_every_code(name, columns):
 @pytest.mark.parametrize("name", LIMITS)
 def test_plain_form_gives_every_code(name, dtype):
     codes, nested = split_all(name)
-    full = stored_weight(nested.upper, nested.lower, None, name, True, dtype)
-    fast = stored_weight(nested.upper, nested.lower, None, name, False, dtype)
+    upper, lower = to_fragment_order(nested.upper), to_fragment_order(nested.lower)
+    full = joined_weight(upper, lower, None, name, True, dtype)
+    fast = joined_weight(upper, lower, None, name, False, dtype)
     assert full.dtype is fast.dtype is dtype
     assert torch.equal(full.half().view(torch.int16), codes.view(torch.int16))
     assert torch.equal(fast.float(), FORMATS.get(name).fast_values(nested))

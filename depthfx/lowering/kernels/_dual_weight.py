@@ -61,10 +61,13 @@ def powers_of_two(shift: torch.Tensor, less: int = 0) -> torch.Tensor:
     return (shift.to(torch.int32).add_(127 - less) << 23).view(torch.float32)
 
 
-def stored_weight(
+def joined_weight(
     upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, name: str, full: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same numbers in ``dtype`` and in stored order, with few passes over the bytes: for products with rows in that order."""
+    """The same numbers in ``dtype``, columns in plain order, with few passes over the bytes.
+
+    In plain order, so that the sums of a product run as over a 16-bit weight: full precision has the same bits as the dense path.
+    """
     coding, code = coding_of(name, shift), upper.to(torch.int16)
     if coding == E4M3:
         sign = (code & 0x80).bitwise_left_shift_(8)
@@ -77,7 +80,7 @@ def stored_weight(
             code.bitwise_left_shift_(8).add_(low)
     else:
         code.bitwise_left_shift_(7 if coding == E4M3 else 8)  # an E4M3 number has 2^-8 times its value in these bits
-    weight = (code.bitwise_or_(sign) if coding == E4M3 else code).view(torch.float16)
+    weight = from_fragment_order((code.bitwise_or_(sign) if coding == E4M3 else code).view(torch.float16))
     if shift is None:
         return weight.to(dtype)
     return weight.float().mul_(powers_of_two(shift)[:, None]).to(dtype)

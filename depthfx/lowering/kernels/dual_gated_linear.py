@@ -20,14 +20,13 @@ from depthfx.lowering.kernels._dual_weight import (
     DualShape,
     draw_inputs,
     is_full,
+    joined_weight,
     plain_weight,
     shape_label,
-    stored_weight,
 )
 from depthfx.lowering.kernels._fp8_linear import launch_fp8, uses_fp8
 from depthfx.lowering.kernels._join_weight import launch_joined
 from depthfx.lowering.kernels._stream_config import launch_streamed, uses_stream
-from depthfx.lowering.kernels.dual_linear import in_stored_order
 
 
 def reference(
@@ -43,9 +42,9 @@ def cpu(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
     layer: int, precision: int, format: str, activation: str,
 ) -> torch.Tensor:  # fmt: skip
-    """The weight in stored order, then the CPU's gated linear."""
-    weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
-    return gated_linear.cpu(in_stored_order(x), weight, activation)
+    """The weight in plain order, then the CPU's gated linear."""
+    weight = joined_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
+    return gated_linear.cpu(x, weight, activation)
 
 
 def launch(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 
-from depthfx.lowering.fragment_order import fragment_columns, is_fragment_order
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import linear
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
@@ -22,9 +21,9 @@ from depthfx.lowering.kernels._dual_weight import (
     DualShape,
     draw_inputs,
     is_full,
+    joined_weight,
     plain_weight,
     shape_label,
-    stored_weight,
 )
 from depthfx.lowering.kernels._fp8_linear import launch_fp8, uses_fp8
 from depthfx.lowering.kernels._join_weight import launch_joined
@@ -40,18 +39,13 @@ def reference(
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def in_stored_order(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [T, K] with its columns in the order of the stored bytes: cheaper than to order the weight."""
-    return x[:, fragment_columns(x.shape[1], x.device)] if is_fragment_order(x.shape[1]) else x
-
-
 def cpu(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
     layer: int, precision: int, format: str, bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The weight in stored order, then the CPU's linear."""
-    weight = stored_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
-    return linear.cpu(in_stored_order(x), weight, bias)
+    """The weight in plain order, then the CPU's linear."""
+    weight = joined_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
+    return linear.cpu(x, weight, bias)
 
 
 def launch(
