@@ -13,7 +13,7 @@ import torch
 
 from depthfx.errors import FormatError
 from depthfx.lowering.fragment_order import from_fragment_order, to_fragment_order
-from depthfx.lowering.kernels._cases import BF16, F16, F32, randn
+from depthfx.lowering.kernels._cases import BF16, DOT_TOLERANCE, F16, F32, randn
 from depthfx.lowering.nested_format import FORMATS, NestedFormat, NestedWeight
 
 # How the kernels know the formats: the coding of a byte pair, and whether rows carry a shift.
@@ -86,6 +86,8 @@ def joined_weight(
     return weight.float().mul_(powers_of_two(shift)[:, None]).to(dtype)
 
 
+# A scaled row has a weight of up to 48, and a gate multiplies two such sums.
+DUAL_TOLERANCE = {**DOT_TOLERANCE, F32: 1e-4}
 # Many rows in fast precision: on compute capability 9 the activations are FP8 too.
 FP8_TOLERANCE = {F32: 2e-5, F16: 0.3, BF16: 0.3}
 FP8_REASON = (

@@ -12,9 +12,10 @@ import torch
 
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import linear
-from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
+from depthfx.lowering.kernels._cases import DOT_REASON, randn
 from depthfx.lowering.kernels._dual_linear import is_small_dual, launch_small_dual
 from depthfx.lowering.kernels._dual_weight import (
+    DUAL_TOLERANCE,
     FP8_REASON,
     FP8_TOLERANCE,
     SHAPES,
@@ -68,7 +69,7 @@ def fake(
     return x.new_empty((x.shape[0], upper.shape[0]))
 
 
-def _case(shape: DualShape, bias: bool = False, extra: int = 0, tolerance: dict = DOT_TOLERANCE, reason: str = DOT_REASON) -> Case:
+def _case(shape: DualShape, bias: bool = False, extra: int = 0, tolerance: dict = DUAL_TOLERANCE, reason: str = DOT_REASON) -> Case:
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
         return (*draw_inputs(shape, extra)(g, dtype), randn(g, dtype, shape[1]) if bias else None)
 
