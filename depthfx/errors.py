@@ -35,6 +35,35 @@ class MemoryBudgetError(DepthfxError, MemoryError):
     """The memory budget leaves no room for the weights or for one KV block."""
 
 
+class PhysicalMemoryError(DepthfxError, MemoryError):
+    """Base of what a physical backend raises; the backend's state is as it was before the call."""
+
+
+class BackendUnavailableError(PhysicalMemoryError):
+    """The backend cannot work on this machine: no such device, driver, package or system call."""
+
+
+class MemoryRequestError(PhysicalMemoryError, ValueError):
+    """A size, offset, shape, dtype or access is not allowed: not a multiple of the granularity, out of bounds, ..."""
+
+
+class MemoryStateError(PhysicalMemoryError):
+    """The call does not fit the state: mapped twice, not mapped, released, freed, or still seen by a tensor."""
+
+
+class OutOfPhysicalMemoryError(PhysicalMemoryError):
+    """There is not enough free memory, or the backend's capacity is spent."""
+
+
+class DriverError(PhysicalMemoryError):
+    """A call of the driver or the operating system failed; ``call`` and ``code`` are its name and its error's name."""
+
+    def __init__(self, call: str, code: str, what: str) -> None:
+        super().__init__(f"{call} failed with {code}: {what}")
+        self.call = call
+        self.code = code
+
+
 class GraphError(DepthfxError, RuntimeError):
     """A pass left a graph that breaks a rule, or found one that it cannot rewrite; names the node."""
 

@@ -46,8 +46,9 @@ ONLY_IN = {
 CONTRACTS = {
     "depthfx/lowering/kernels/": {"launch", "reference", "fake", "cases", "make_cases", "tolerance"},
     "depthfx/lowering/formats/": {"covers", "split", "join", "fast_values"},
+    "depthfx/alloc/physical/": {"unavailable"},
 }
-PLUGIN_FOLDERS = ("depthfx/lowering/kernels/", "depthfx/lowering/formats/", "depthfx/alloc/backends/", "depthfx/skippers/policies/")
+PLUGIN_FOLDERS = ("depthfx/lowering/kernels/", "depthfx/lowering/formats/", "depthfx/alloc/physical/", "depthfx/skippers/policies/")
 
 
 def part_of(path: str) -> str:

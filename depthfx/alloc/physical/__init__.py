@@ -1,0 +1,1 @@
+"""Backends of physical memory, one file each."""
