@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from depthfx.errors import CheckpointError
+from depthfx.errors import CheckpointError, FormatError
 from depthfx.lowering.nest import DTYPES, fast_error_of, nest, nest_counted
 from depthfx.lowering.nested_checkpoint import NestedReader, NestedWriter, is_nested_checkpoint
 from depthfx.lowering.nested_format import NestedWeight
@@ -83,7 +84,9 @@ def load_hf_nested(path: str | Path, device: str | torch.device = "cpu", dtype: 
     for name, target in names.items():
         tensor = checked_tensor(model, files, name, folder)
         if target in nestable:
-            _set_nested(model, target, nest(tensor.to(device).to(model.dtype)), model.dtype, folder)
+            with _naming(name, folder):
+                nested = nest(tensor.to(device).to(model.dtype))
+            _set_nested(model, target, nested, model.dtype, folder)
         else:
             _set_tensor(model, target, _own(tensor, device, model.dtype))
     return _finish(model, torch.device(device), folder)
@@ -96,19 +99,23 @@ def convert(source: str | Path, out: str | Path, device: str | torch.device = "c
     exist before (or be empty). Raises :class:`CheckpointError` as :func:`load_hf_nested` does.
     """
     folder, target = Path(source), Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError(f"{target} exists already and is not empty; name a new folder")
     if is_nested_checkpoint(folder):
         raise CheckpointError(f"{folder} is a nested checkpoint already; copy it")
     files, model, names, nestable = open_folder(folder, dtype)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(f"no folder can be made in {target.parent} ({error}); name another place for {target.name}") from error
     try:
         writer = NestedWriter(work, model.dtype)
         for name, model_name in names.items():
             tensor = checked_tensor(model, files, name, folder)
             if model_name in nestable:
-                nested, changed = nest_counted(tensor.to(device).to(model.dtype))
+                with _naming(name, folder):
+                    nested, changed = nest_counted(tensor.to(device).to(model.dtype))
                 writer.add_nested(model_name, nested, changed, fast_error_of(nested))
             else:
                 writer.add_whole(model_name, tensor.to(model.dtype) if tensor.is_floating_point() else tensor)
@@ -216,6 +223,15 @@ def _check_shape(model: Any, name: str, shape: tuple[int, ...], folder: Path) ->
     place = module._parameters.get(last, module._buffers.get(last))
     if place is not None and tuple(place.shape) != shape:
         raise CheckpointError(f"{name} in {folder} is {list(shape)}, and the config asks for {list(place.shape)}; copy the folder anew")
+
+
+@contextmanager
+def _naming(name: str, folder: Path) -> Iterator[None]:
+    """Errors of a format become those of the tensor ``name``."""
+    try:
+        yield
+    except FormatError as error:
+        raise CheckpointError(f"{name} of {folder} cannot be nested: {error}") from error
 
 
 def _own(tensor: torch.Tensor, device: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -20,21 +20,23 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SLICE = {"cuda": 16 << 20, "cpu": 32 << 10}
 
 
-def nest(weight: torch.Tensor) -> NestedWeight:
+def nest(weight: torch.Tensor, first: str | None = None) -> NestedWeight:
     """``weight`` ``[N, K]`` float16, bfloat16 or float32 in stored order: the preferred format that covers its float16 cast.
+
+    ``first`` names a format to take where it covers the weight, whatever the preference.
 
     Bytes are in fragment order where K is a multiple of 64. ``plain16`` (what no FP8 format covers) keeps plain order and a
     bfloat16 weight its dtype. Raises :class:`FormatError` for other tensors, and for float32 beyond FP16 (finite values above 65,504).
     """
-    return nest_counted(weight)[0]
+    return nest_counted(weight, first)[0]
 
 
 @torch.no_grad()
-def nest_counted(weight: torch.Tensor) -> tuple[NestedWeight, int]:
+def nest_counted(weight: torch.Tensor, first: str | None = None) -> tuple[NestedWeight, int]:
     """:func:`nest`, and how many elements the cast to float16 changed (0: :func:`unnest` gives back every bit)."""
     if weight.dim() != 2 or weight.dtype not in DTYPES:
         raise FormatError(f"a weight to nest must be [N, K] in float16, bfloat16 or float32; got {list(weight.shape)} {weight.dtype}")
-    form = _choose(weight)
+    form = _choose(weight, first)
     if form.fp8 is None:
         return _keep(weight)
     upper = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
@@ -117,9 +119,9 @@ def split_rows(nested: NestedWeight, counts: Sequence[int]) -> list[NestedWeight
     return [NestedWeight(nested.format, *parts) for parts in zip(uppers, lowers, shifts, strict=True)]
 
 
-def _choose(weight: torch.Tensor) -> NestedFormat:
+def _choose(weight: torch.Tensor, first: str | None) -> NestedFormat:
     """The preferred format that covers every slice of rows; formats treat rows independently."""
-    for form in sorted((f for _, f in FORMATS.items()), key=lambda f: f.preference):
+    for form in sorted((f for _, f in FORMATS.items()), key=lambda f: (f.name != first, f.preference)):
         if all(form.covers(weight[rows].to(torch.float16)) for rows in _slices(weight)):
             return form
     raise FormatError(f"no nested format covers this weight of shape {list(weight.shape)}; known: {', '.join(FORMATS.names())}")
@@ -147,6 +149,8 @@ def _to_float16(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _slices(weight: torch.Tensor) -> Iterator[slice]:
+    if torch.compiler.is_compiling():  # a graph would hold every slice, and fused kernels hold no temporaries
+        return iter((slice(0, weight.shape[0]),))
     step = max(1, _SLICE.get(weight.device.type, _SLICE["cpu"]) // max(1, weight.shape[1]))
     return (slice(start, start + step) for start in range(0, weight.shape[0], step))
 

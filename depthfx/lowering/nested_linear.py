@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from depthfx.errors import UnsupportedModelError, UnsupportedOptionError
+from depthfx.errors import FormatError, UnsupportedModelError, UnsupportedOptionError
 from depthfx.lowering.nest import nest, unnest
-from depthfx.lowering.nested_format import NestedWeight
+from depthfx.lowering.nested_format import NestedWeight, to_float16
 
 
 class NestedLinear(nn.Linear):
@@ -97,17 +97,26 @@ class NestedLinear(nn.Linear):
         elif found.shape != self.upper.shape:
             error_msgs.append(f"size mismatch for {name}: {list(found.shape)} in the state dict, {list(self.upper.shape)} in the model")
         else:
-            with torch.no_grad():
-                nested = nest(found.detach().to(self.upper.device, self.weight_dtype))
-                if local_metadata.get("assign_to_params_buffers"):
-                    self.assign(nested)
-                elif not self._copy(nested):
-                    error_msgs.append(
-                        f"{name} needs the format {nested.format}, and the memory of the model is laid out for {self.format}: "
-                        "load with assign=True before depthfx.compile, or load the model anew"
-                    )
+            fault = self._load(found.detach(), bool(local_metadata.get("assign_to_params_buffers")))
+            error_msgs.extend([f"{name} {fault}"] if fault else [])
         own = {k: v for k, v in state_dict.items() if k.startswith(prefix) and k != name}
         super()._load_from_state_dict(own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    @torch.no_grad()
+    def _load(self, weight: torch.Tensor, assign: bool) -> str:
+        """Take ``weight``, in place unless ``assign``; returns what is wrong with it, or an empty text."""
+        try:  # in place: the present format where it can be kept, for joined neighbours may have asked for it
+            nested = nest(weight.to(self.upper.device, self.weight_dtype), None if assign else self.format)
+        except FormatError as error:
+            return f"cannot be nested: {error}"
+        if assign:
+            self.assign(nested)
+        elif not self._copy(nested):
+            return (
+                f"needs the format {_kind(nested)}, and the memory of the model is laid out for {_kind(self.nested)}: "
+                "load with assign=True before depthfx.compile, or load the model anew"
+            )
+        return ""
 
     def _copy(self, nested: NestedWeight) -> bool:
         """Write ``nested`` over the bytes in place, where the formats allow it."""
@@ -115,10 +124,17 @@ class NestedLinear(nn.Linear):
             nested = NestedWeight(self.format, nested.upper, nested.lower, nested.upper.new_zeros(self.out_features, dtype=torch.int8))
         if nested.format != self.format:
             return False
+        if nested.upper.dtype != self.upper.dtype:  # plain16: float16 over bfloat16 or the other way round
+            if to_float16(nested.upper)[1] or self.upper.dtype is not torch.float16:
+                return False
         for name in ("upper", "lower", "shift"):
             if (target := getattr(self, name)) is not None:
                 target.copy_(getattr(nested, name))
         return True
+
+
+def _kind(nested: NestedWeight) -> str:
+    return nested.format if nested.lower is not None else f"{nested.format} in {nested.upper.dtype}"
 
 
 def nested_linears(model: nn.Module) -> dict[str, NestedLinear]:

@@ -235,9 +235,28 @@ def test_convert_refuses_and_leaves_nothing(converted, tmp_path):
         convert(converted / "plain", tmp_path / "full")
     with pytest.raises(CheckpointError, match="is a nested checkpoint already"):
         convert(converted / "nested", tmp_path / "new")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="link exists already"):
+        convert(converted / "plain", tmp_path / "link")
+    (tmp_path / "link").unlink()
+    with pytest.raises(CheckpointError, match=r"no folder can be made in .*full/file .*name another place for new"):
+        convert(converted / "plain", tmp_path / "full" / "file" / "new")
     plain = Path(shutil.copytree(converted / "plain", tmp_path / "plain"))
     shard = sorted(plain.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="cut off"):
         convert(plain, tmp_path / "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "plain"]
+
+
+def test_float32_beyond_float16_names_the_weight(tmp_path):
+    model = exact_model("llama", torch.float32)
+    with torch.no_grad():
+        model.get_parameter(UP)[0, 0] = 1e6
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=rf"{UP} of .*plain cannot be nested: a float32 weight of 1e\+06 is beyond FP16"):
+        depthfx.load(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=rf"{UP} of .*plain cannot be nested"):
+        convert(tmp_path / "plain", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    assert float(depthfx.load(tmp_path / "plain", dtype=torch.bfloat16).get_submodule(UP.removesuffix(".weight")).weight[0, 0]) == 999424.0

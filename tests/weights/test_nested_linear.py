@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from depthfx.errors import UnsupportedModelError, UnsupportedOptionError
+from depthfx.lowering import nest as nest_module
 from depthfx.lowering.nested_linear import NestedLinear, linears_to_nest, nested_linears, plain_linears, swap_linear
 from tests.weights.exact import check_bits, check_states, exact_model, logits
 
@@ -149,3 +150,40 @@ def test_plain_linears_for_tracing():
         assert len({p.untyped_storage().data_ptr() for n, p in model.named_parameters() if "proj.weight" in n}) == 1
     assert len(nested_linears(model)) == 21
     check_bits(logits(model), logits(original))
+
+
+def test_a_compiled_forward_does_not_unroll_slices(monkeypatch):
+    monkeypatch.setitem(nest_module._SLICE, "cpu", 128)  # 96 slices of a weight
+    linear = torch.nn.Linear(64, 192)
+    nested = NestedLinear(nest_module.nest(linear.weight.half()), linear.bias, torch.float32)
+    sizes = []
+
+    def count(gm, inputs):
+        sizes.append(len(gm.graph.nodes))
+        return gm.forward
+
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    out = torch.compile(nested, backend=count, fullgraph=True)(x)
+    assert torch.equal(out, nested(x)) and len(sizes) == 1 and sizes[0] < 200
+
+
+def test_a_wider_format_takes_what_a_narrower_one_would():
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).half()
+    wide = torch.full((16, 64), 65504.0, dtype=torch.float16)
+    wide[0, 0] = 2.0**-24
+    e5m2 = weight.clone()
+    e5m2[0, 0], e5m2[0, 1] = 3.0, 2.0**-24
+    for start, form in ((e5m2, "nested_e5m2"), (wide.clone(), "plain16")):
+        module = NestedLinear(nest_module.nest(start), None, torch.float16)
+        assert module.format == form
+        module.load_state_dict({"weight": weight})
+        assert module.format == form and torch.equal(module.weight, weight)
+    module = NestedLinear(nest_module.nest(wide.clone()), None, torch.bfloat16)  # a float16 folder that reads as bfloat16
+    module.load_state_dict({"weight": weight.bfloat16()})
+    assert torch.equal(module.weight, weight.bfloat16())
+    with pytest.raises(RuntimeError, match=r"plain16 in torch.bfloat16, and .* laid out for plain16 in torch.float16"):
+        module.load_state_dict({"weight": torch.full((16, 64), 1e6).bfloat16()})
+    module = NestedLinear(nest_module.nest(wide.float()), None, torch.float32)
+    with pytest.raises(RuntimeError, match=r"weight cannot be nested: a float32 weight of 1e\+06"):
+        module.load_state_dict({"weight": torch.full((16, 64), 1e6)})
