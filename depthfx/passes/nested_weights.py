@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import fx, nn
@@ -14,24 +15,28 @@ from depthfx.lowering.fp8_weight import Fp8Linear, quantize_weight
 from depthfx.lowering.nest import concatenate, nest_counted
 from depthfx.lowering.nested_format import NestedWeight
 from depthfx.lowering.nested_linear import NestedLinear, place_linear
-from depthfx.passes.context import PassContext
+from depthfx.passes.context import PassContext, value_of
+
+Fill = tuple[torch.Tensor, Callable[[], torch.Tensor]]  # a copy that the program reads, and what it must hold
 
 _DUAL = {ops.DUAL_LINEAR: ops.LINEAR, ops.DUAL_GATED_LINEAR: ops.GATED_LINEAR}
 
 
-def bind_stored(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: nn.Module) -> None:
+def bind_stored(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: nn.Module) -> list[Fill]:
     """Bind every dual and FP8 linear of ``gm`` to buffers of ``holder`` and put modules over the same bytes into ``model``.
 
     One weight after the other, and its 16-bit form is freed before the next: in memory beside the model is one joined weight. A
-    weight that no nested format covers stays as it is, and its node becomes an ordinary linear.
+    weight that no format covers, or whose module is no plain linear or carries hooks, stays as it is, and its node becomes an ordinary
+    linear. Returned are the copies in another dtype that were made of such weights.
     """
     tally = _Tally()
     for node in list(gm.graph.nodes):
         if node.target in _DUAL:
             _bind_dual(gm, ctx, model, holder, node, tally)
         elif node.target is ops.FP8_LINEAR:
-            _bind_fp8(gm, ctx, model, holder, node)
+            _bind_fp8(gm, ctx, model, holder, node, tally)
     tally.report(ctx)
+    return tally.copies
 
 
 def join_parameters(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -54,6 +59,7 @@ class _Tally:
         self.residual: Counter[str] = Counter()
         self.changed = self.elements = 0
         self.kept: list[str] = []
+        self.copies: list[Fill] = []
 
     def add(self, layer: int, nested: NestedWeight, changed: int) -> None:
         """One bound weight."""
@@ -65,6 +71,8 @@ class _Tally:
 
     def report(self, ctx: PassContext) -> None:
         """Lines for layers of equal composition, then one for each format."""
+        for line in self.kept:
+            ctx.report.add("weights kept as they are", line)
         if not self.layers:
             return
         groups: dict[str, list[int]] = {}
@@ -79,8 +87,6 @@ class _Tally:
             f"{self.changed:,} of {self.elements:,} values changed when they were cast to float16" if self.changed else "no value changed"
         )
         ctx.report.add("weights", f"full precision: {lost}")
-        for line in self.kept:
-            ctx.report.add("weights kept as they are", line)
 
 
 def _num_layers(ctx: PassContext) -> int:
@@ -113,7 +119,10 @@ def _bind_dual(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: n
     base = upper.name.removesuffix("_upper")
     with gm.graph.inserting_before(node):
         if nested.lower is None:
-            new = gm.graph.call_function(_DUAL[node.target], (x, _attribute(gm, holder, base, nested.upper), last))  # type: ignore[index]
+            weight = nested.upper.to(value_of(node).dtype)
+            if weight is not nested.upper:
+                tally.copies.append((weight, partial(nested.upper.to, weight.dtype)))
+            new = gm.graph.call_function(_DUAL[node.target], (x, _attribute(gm, holder, base, weight), last))  # type: ignore[index]
         else:
             stored = [
                 None if t is None else _attribute(gm, holder, f"{base}_{part}", t)
@@ -133,10 +142,9 @@ def _nest(model: nn.Module, names: Sequence[str]) -> tuple[NestedWeight | torch.
     if all(isinstance(m, NestedLinear) for m in modules):
         return _joined_bytes(modules)  # type: ignore[arg-type]
     tensors = [getattr(m, name.rpartition(".")[2]) for m, name in zip(modules, names, strict=True)]
-    stranger = next((m for m in modules if type(m) is not nn.Linear), None)
     joined = join_parameters(tensors)
-    if stranger is not None:
-        return joined, 0, f"{type(stranger).__name__} is not a plain torch.nn.Linear"
+    if reason := _why_kept(modules):
+        return joined, 0, reason
     try:
         nested, changed = nest_counted(joined)
     except FormatError as error:
@@ -147,6 +155,16 @@ def _nest(model: nn.Module, names: Sequence[str]) -> tuple[NestedWeight | torch.
     return nested, changed, ""
 
 
+def _why_kept(modules: Sequence[nn.Module]) -> str:
+    """Why the weights of ``modules`` may not be stored otherwise; empty: they may."""
+    for m in modules:
+        if type(m) is not nn.Linear:
+            return f"{type(m).__name__} is not a plain torch.nn.Linear"
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return "its module carries hooks, which would be dropped"
+    return ""
+
+
 def _joined_bytes(modules: Sequence[NestedLinear]) -> tuple[NestedWeight | torch.Tensor, int, str]:
     """Modules made by a loader: their bytes joined, nothing transcoded where the formats go together."""
     nested = concatenate([m.nested for m in modules])
@@ -154,7 +172,7 @@ def _joined_bytes(modules: Sequence[NestedLinear]) -> tuple[NestedWeight | torch
         for module, part in zip(modules, _split(nested, [m.out_features for m in modules]), strict=True):
             module.assign(part)
     if nested.lower is None:
-        return nested.upper.to(modules[0].weight_dtype), 0, "no nested format covers its values"
+        return nested.upper, 0, "no nested format covers its values"
     return nested, 0, ""
 
 
@@ -176,19 +194,24 @@ def _split(nested: NestedWeight, sizes: list[int]) -> list[NestedWeight]:
     return [NestedWeight(nested.format, u, lo, s) for u, lo, s in zip(uppers, lowers, shifts, strict=True)]
 
 
-def _bind_fp8(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: nn.Module, node: fx.Node) -> None:
+def _bind_fp8(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: nn.Module, node: fx.Node, tally: _Tally) -> None:
     x, values, scale, bias = node.args
     assert isinstance(values, fx.Node) and isinstance(scale, fx.Node)
     names = ctx.weights[values.name]
     paths = [name.rpartition(".")[0] for name in names]
-    modules = [m for path in paths if type(m := model.get_submodule(path)) is nn.Linear]
-    if len(modules) < len(paths):
-        raise FormatError(f"weights='fp8': {', '.join(names)} does not belong to a plain torch.nn.Linear; use weights='16bit'")
-    tensors = [m.weight for m in modules]
-    quantized = quantize_weight(join_parameters(tensors))
+    modules = [model.get_submodule(path) for path in paths]
+    tensors: list[torch.Tensor] = [getattr(m, name.rpartition(".")[2]) for m, name in zip(modules, names, strict=True)]
+    joined = join_parameters(tensors)
+    if reason := _why_kept(modules):
+        tally.kept.append(f"{', '.join(names)}: {reason}")
+        with gm.graph.inserting_before(node):
+            plain = gm.graph.call_function(ops.LINEAR, (x, _attribute(gm, holder, values.name, joined), bias))
+        _replace(gm, ctx, node, plain, (values, scale))
+        return
+    quantized = quantize_weight(joined)
     sizes = [t.shape[0] for t in tensors]
     for path, module, tensor, v, s in zip(paths, modules, tensors, quantized[0].split(sizes), quantized[1].split(sizes), strict=True):
-        place_linear(model, path, Fp8Linear(v, s, module.bias, tensor.dtype).train(module.training))
+        place_linear(model, path, Fp8Linear(v, s, module.bias, tensor.dtype).train(module.training))  # type: ignore[arg-type]
         tensor.data = tensor.new_empty(0)
     with gm.graph.inserting_before(node):
         stored = [_attribute(gm, holder, n.name, t) for n, t in ((values, quantized[0]), (scale, quantized[1]))]

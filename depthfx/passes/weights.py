@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import fx
 
+from depthfx.lowering.nested_linear import NestedLinear
 from depthfx.passes.context import PassContext
 from depthfx.passes.nested_weights import bind_stored, join_parameters
 
 
 def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -> Callable[[], None]:
-    """Turn weight inputs into attributes of ``gm``; the function returned fills the tables again, after weights have changed.
+    """Turn weight inputs into attributes of ``gm``; the function returned fills tables and copies again, after weights have changed.
 
     A joined weight is one new tensor, and the parameters it was made of become views of it: no weight is stored twice,
     the model's ``state_dict`` stays as it was. One joined weight at a time is in memory beside its parts.
@@ -21,12 +22,15 @@ def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -
     holder = torch.nn.Module()
     gm.add_submodule("weights", holder)
     device = next(model.parameters()).device
-    bind_stored(gm, ctx, model, holder)
-    fills: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+    fills = bind_stored(gm, ctx, model, holder)
     for node in [n for n in gm.graph.nodes if n.op == "placeholder" and n.name in ctx.weights]:
         tensors = [_lookup(model, name) for name in ctx.weights[node.name]]
         if node.name in ctx.tables:
             fill = partial(_fill_table, ctx.tables[node.name], ctx.num_positions, tensors, device)
+            value = fill()
+            fills.append((value, fill))
+        elif any(isinstance(model.get_submodule(name.rpartition(".")[0]), NestedLinear) for name in ctx.weights[node.name]):
+            fill = partial(_copied, model, ctx.weights[node.name])  # nested modules that the graph reads in 16 bits
             value = fill()
             fills.append((value, fill))
         else:
@@ -53,6 +57,10 @@ def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -
 def _fill_table(recipe: fx.GraphModule, num_positions: int, tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     table: torch.Tensor = recipe(torch.arange(num_positions, dtype=torch.int32, device=device), *tensors)
     return table.contiguous()
+
+
+def _copied(model: torch.nn.Module, names: Sequence[str]) -> torch.Tensor:
+    return torch.cat([_lookup(model, name).detach() for name in names])
 
 
 def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from depthfx.errors import UnsupportedOptionError
+from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.report import CompileReport
 from depthfx.runtime import generation
 from depthfx.runtime.engine import Engine
@@ -62,7 +64,8 @@ class DepthModel:
     def set_precision(self, modes: Modes) -> None:
         """``"full"`` (every bit of the FP16 weights) or ``"fast"`` (their FP8 bytes) for all layers, or ``{layer: mode}`` for some.
 
-        Takes effect at the next step that is planned, for all requests. KV computed in one state is not shared with another. Raises
+        Takes effect at the next step that is planned, for all requests. KV computed in one state is not shared with another. Only the
+        engine switches: ``forward`` and calls that Hugging Face's own loop runs (``on_unsupported="eager"``) are always full. Raises
         :class:`~depthfx.errors.UnsupportedOptionError` unless compiled with ``weights="nested"``.
         """
         self.engine.set_precision(modes)
@@ -111,11 +114,21 @@ class DepthModel:
             )
         if option not in self._depthfx.report.sections.get("run by Hugging Face", []):
             self._depthfx.report.add("run by Hugging Face", option)
+        self._warn_of_full_precision(option)
         hugging_face = next(c for c in type(self).__mro__ if c is not type(self) and not issubclass(c, DepthModel) and hasattr(c, method))
         if method.startswith("_"):
             return getattr(hugging_face, method)(self, *args, **kwargs)
         with _own_class(self, hugging_face):
             return getattr(hugging_face, method)(self, *args, **kwargs)
+
+    def _warn_of_full_precision(self, option: str) -> None:
+        """Say that Hugging Face's code reads whole weights, where the engine would not."""
+        engine = self._depthfx.engine
+        if engine is not None and "fast" in engine.precision().values():
+            line = f"{option}: in full precision, set_precision switches the engine alone"
+            if line not in self._depthfx.report.sections["run by Hugging Face"]:
+                self._depthfx.report.add("run by Hugging Face", line)
+            warnings.warn(f"generate: {line}", stacklevel=4)
 
     def generate_batch(self, inputs: list[list[int]], generation_config: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Hugging Face's ``generate_batch``: many prompts of token ids at once, by continuous batching.
@@ -133,9 +146,15 @@ class DepthModel:
             raise UnsupportedOptionError(
                 "load_state_dict: assign=True would replace the weights that the engine reads; leave it out to copy into them"
             )
-        loaded = super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
-        self._depthfx.follow_weights(self)  # type: ignore[arg-type]
-        return loaded
+        if any(isinstance(m, Fp8Linear) for m in self.modules()):  # type: ignore[attr-defined]
+            raise UnsupportedOptionError(
+                "load_state_dict: weights='fp8' rounded the weights of this model, and nothing can be loaded into them; nothing was changed: "
+                "load the model again, or compile with weights='nested'"
+            )
+        try:
+            return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
+        finally:  # what does not fit raises after the rest was copied
+            self._depthfx.follow_weights(self)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedOptionError(

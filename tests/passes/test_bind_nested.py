@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -173,3 +174,92 @@ def test_fp8_weights_cannot_be_saved():
 def test_sides_that_fp8_does_not_take_stay_16_bit():
     model = fresh(exact("llama", intermediate_size=88), weights="fp8")
     assert "down_proj.weight: 64 x 88, sides must be multiples of 16" in model.explain()
+
+
+def reversed_in_place(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.flip(0))
+    return model
+
+
+def test_loading_reaches_copies_of_nested_modules():
+    loaded = infinite(exact("llama"))  # float32: plain16 modules hold float16, the program a wider copy
+    for path in linears_to_nest(loaded, head=True):
+        swap_linear(loaded, path)
+    model = fresh(loaded)  # the head is read in 16 bits, so the program holds a copy
+    other = infinite(reversed_in_place(exact("llama")))
+    with torch.no_grad():
+        other.model.layers[2].mlp.down_proj.weight[3, 3] = -65504.0
+    assert "lm_head.weight: the LM head" in model.explain() and "plain16" in model.explain()
+    model.load_state_dict(other.state_dict())
+    program = model.engine._runner.program.module.weights
+    held = {tuple(b.shape): b for name, b in program.named_buffers() if b.dtype is torch.float32}
+    assert torch.equal(held[131, 64], other.lm_head.weight)
+    assert any(torch.equal(b, other.model.layers[2].mlp.down_proj.weight) for b in program.buffers() if b.shape == (64, 96))
+    batch = left_padded(ROWS)
+    assert torch.equal(model.generate(**batch, **GREEDY), other.generate(**batch, **GREEDY))
+
+
+def test_a_refused_load_forgets_shared_kv():
+    model, prompt = fresh(), prompts((40,))[0]
+    model.engine.run([(prompt, None)])
+    model.engine.run([(prompt, None)])
+    assert model.engine.stats().num_reused_tokens == 32
+    state = reversed_in_place(exact("llama")).state_dict()
+    state["lm_head.weight"] = state["lm_head.weight"][:3]
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(state)
+    model.engine.run([(prompt, None)])
+    assert model.engine.stats().num_reused_tokens == 32
+
+
+def test_fp8_weights_refuse_a_load_as_a_whole():
+    model = fresh(weights="fp8")
+    before = model.model.embed_tokens.weight.clone()
+    with pytest.raises(UnsupportedOptionError, match="nothing was changed"):
+        model.load_state_dict(reversed_in_place(exact("llama")).state_dict())
+    assert torch.equal(model.model.embed_tokens.weight, before)
+
+
+class Stranger(torch.nn.Linear):
+    """A subclass may compute something else."""
+
+
+@pytest.mark.parametrize("weights", ["nested", "fp8"])
+def test_subclasses_and_hooked_linears_stay(weights):
+    model, calls = exact("llama"), []
+    model.model.layers[2].mlp.down_proj.__class__ = Stranger
+    hooked = model.model.layers[1].self_attn.k_proj
+    hooked.register_forward_hook(lambda *args: calls.append(1))
+    fresh(model, weights=weights)
+    assert type(model.model.layers[2].mlp.down_proj) is Stranger and model.model.layers[1].self_attn.k_proj is hooked
+    text = model.explain()
+    assert "layers.2.mlp.down_proj.weight: Stranger is not a plain" in text and "k_proj.weight, " in text and "carries hooks" in text
+    model.generate(**left_padded(ROWS), **GREEDY)
+    calls.clear()
+    model(torch.tensor([ROWS[0]]))
+    assert calls == [1]
+
+
+def test_hugging_faces_loop_says_that_it_is_full():
+    model, original = fresh(on_unsupported="eager"), exact("llama")
+    beams = {**left_padded(ROWS), **GREEDY, "num_beams": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(**beams)
+    assert "in full precision" not in model.explain()
+    model.set_precision({1: "fast"})
+    with pytest.warns(UserWarning, match=r"beam search.*: in full precision, set_precision switches the engine alone"):
+        out = model.generate(**beams)
+    assert torch.equal(out, original.generate(**beams)) and "in full precision" in model.explain()
+
+
+@pytest.mark.parametrize("change", [scaled, infinite])
+def test_its_own_state_can_be_loaded(change):
+    loaded = change(exact("llama"))
+    for path in linears_to_nest(loaded):
+        swap_linear(loaded, path)
+    for model in (fresh(loaded), fresh(change(exact("llama")))):  # joined weights have wider formats than their parts would
+        model.load_state_dict(model.state_dict())
+        assert alone(model, ROWS) == alone(fresh(change(exact("llama")), weights="16bit"), ROWS)
