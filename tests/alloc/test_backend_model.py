@@ -7,9 +7,9 @@ import gc
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from depthfx.errors import MemoryRequestError, MemoryStateError, OutOfPhysicalMemoryError
 from tests.alloc.physical_cases import backends
@@ -51,6 +51,21 @@ class Machine(RuleBasedStateMachine):
             call()
         return None
 
+    @staticmethod
+    def pick(made: list, live, number: int):
+        """Seven times of eight a live one, else any."""
+        few = [x for x in made if x in live][-3:]
+        return few[number // 8 % len(few)] if few and number % 8 else made[number // 8 % len(made)]
+
+    def aim(self, at, place: int, size: int, exact: bool) -> tuple[int, int]:
+        """With ``exact``, place and size of a mapping in the range instead, if it has one."""
+        cells = self.cells.get(at, [])
+        starts = [g for g, c in enumerate(cells) if c and (g == 0 or not cells[g - 1] or cells[g - 1][0] != c[0])]
+        if not exact or not starts:
+            return place, size
+        start = starts[place % len(starts)]
+        return start, sum(c is not None and c[0] == cells[start][0] for c in cells)
+
     def alive(self, handle) -> bool:
         """Whether the handle's memory exists."""
         return handle not in self.released or any(c and c[1] is handle for cells in self.cells.values() for c in cells)
@@ -66,12 +81,21 @@ class Machine(RuleBasedStateMachine):
         inside = {cells[g][0] for g in granules}
         return not any(c and c[0] in inside for g, c in enumerate(cells) if g not in granules)
 
+    @initialize()
+    def begin(self) -> None:
+        for size in (3, 2):
+            self.reserve(size)
+        for size in (1, 1, 2):
+            self.create(size)
+
+    @precondition(lambda self: len(self.cells) < 3)
     @rule(size=SIZE)
     def reserve(self, size: int) -> None:
         at = self.backend.reserve((size + 2) * self.step)
         self.ranges.append(at)
         self.cells[at] = [None] * (size + 2)
 
+    @precondition(lambda self: len(self.handles) - len(self.released) < 5)
     @rule(size=SIZE)
     def create(self, size: int) -> None:
         used = sum(len(self.bytes[h]) for h in self.handles if self.alive(h))
@@ -81,9 +105,9 @@ class Machine(RuleBasedStateMachine):
             self.bytes[handle] = [None] * size
 
     @precondition(lambda self: self.ranges and self.handles)
-    @rule(r=PICK, h=PICK, place=PLACE, start=st.integers(0, 1))
-    def map(self, r: int, h: int, place: int, start: int) -> None:
-        at, handle = self.ranges[r % len(self.ranges)], self.handles[h % len(self.handles)]
+    @rule(r=PICK, h=PICK, place=PLACE, start=st.sampled_from([0, 0, 1]), access=st.sampled_from([None, "read", "read_write", "read_write"]))
+    def map(self, r: int, h: int, place: int, start: int, access: str | None) -> None:
+        at, handle = self.pick(self.ranges, self.cells, r), self.pick(self.handles, set(self.handles) - self.released, h)
         cells = self.cells.get(at, [])
         size = len(self.bytes[handle]) - start
         good = at in self.cells and handle not in self.released and size > 0 and place + size <= len(cells)
@@ -92,12 +116,23 @@ class Machine(RuleBasedStateMachine):
         if good:
             cells[place : place + size] = [(self.next_mapping, handle, start + i) for i in range(size)]
             self.access[self.next_mapping] = "none"
+            if access:
+                self.backend.set_access(at, place * self.step, size * self.step, access)
+                self.access[self.next_mapping] = access
             self.next_mapping += 1
 
     @precondition(lambda self: self.ranges)
-    @rule(r=PICK, place=PLACE, size=SIZE, access=st.sampled_from(["none", "read", "read_write", "read_write", "read_write"]))
-    def set_access(self, r: int, place: int, size: int, access: str) -> None:
-        at, granules = self.ranges[r % len(self.ranges)], range(place, place + size)
+    @rule(
+        r=PICK,
+        place=PLACE,
+        size=SIZE,
+        exact=st.booleans(),
+        access=st.sampled_from(["none", "read", "read_write", "read_write", "read_write"]),
+    )
+    def set_access(self, r: int, place: int, size: int, exact: bool, access: str) -> None:
+        at = self.pick(self.ranges, self.cells, r)
+        place, size = self.aim(at, place, size, exact)
+        granules = range(place, place + size)
         good = at in self.cells and self.whole(at, granules) and (access == "read_write" or not self.seen(at, granules))
         self.expect(good, lambda: self.backend.set_access(at, place * self.step, size * self.step, access))
         if good:
@@ -106,10 +141,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.ranges)
     @rule(r=PICK, place=PLACE, size=SIZE, exact=st.booleans())
     def unmap(self, r: int, place: int, size: int, exact: bool) -> None:
-        at = self.ranges[r % len(self.ranges)]
+        at = self.pick(self.ranges, self.cells, r)
         cells = self.cells.get(at, [])
-        if exact and place < len(cells) and cells[place]:
-            size = sum(c is not None and c[0] == cells[place][0] for c in cells)
+        place, size = self.aim(at, place, size, exact)
         granules = range(place, place + size)
         good = at in self.cells and self.whole(at, granules) and not self.seen(at, granules)
         good = good and len({cells[g][0] for g in granules}) == 1
@@ -117,26 +151,28 @@ class Machine(RuleBasedStateMachine):
         if good:
             cells[place : place + size] = [None] * size
 
-    @precondition(lambda self: self.handles)
+    @precondition(lambda self: len(self.handles) - len(self.released) > 3)
     @rule(h=PICK)
     def release(self, h: int) -> None:
-        handle = self.handles[h % len(self.handles)]
+        handle = self.pick(self.handles, set(self.handles) - self.released, h)
         self.expect(handle not in self.released, lambda: self.backend.release(handle))
         self.released.add(handle)
 
-    @precondition(lambda self: self.ranges)
+    @precondition(lambda self: len(self.cells) > 1)
     @rule(r=PICK)
     def free(self, r: int) -> None:
-        at = self.ranges[r % len(self.ranges)]
+        at = self.pick(self.ranges, self.cells, r)
         good = at in self.cells and not any(self.cells[at])
         self.expect(good, lambda: self.backend.free(at))
         if good:
             del self.cells[at]
 
     @precondition(lambda self: self.ranges)
-    @rule(r=PICK, place=PLACE, size=SIZE, keep=st.booleans(), value=st.integers(0, 255))
-    def tensor(self, r: int, place: int, size: int, keep: bool, value: int) -> None:
-        at, granules = self.ranges[r % len(self.ranges)], range(place, place + size)
+    @rule(r=PICK, place=PLACE, size=SIZE, exact=st.booleans(), keep=st.booleans(), value=st.integers(0, 255))
+    def tensor(self, r: int, place: int, size: int, exact: bool, keep: bool, value: int) -> None:
+        at = self.pick(self.ranges, self.cells, r)
+        place, size = self.aim(at, place, size, exact)
+        granules = range(place, place + size)
         cells = self.cells.get(at, [])
         good = place + size <= len(cells) and all(cells[g] and self.access[cells[g][0]] == "read_write" for g in granules)
         tensor = self.expect(good, lambda: self.backend.tensor(at, place * self.step, [size * self.step], torch.uint8))
@@ -184,5 +220,12 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", [n for n in sorted(CASES) if n != "memfd-2MiB"])
 def test_backend_agrees_with_the_model(name):
     """The machine asserts in each of its rules and in its invariants; derandomized, so a failure repeats."""
-    limits = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    limits = settings(
+        max_examples=100,
+        stateful_step_count=60,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     assert run_state_machine_as_test(functools.partial(Machine, CASES[name]), settings=limits) is None

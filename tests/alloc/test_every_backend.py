@@ -126,10 +126,11 @@ def test_memory_stays_while_a_tensor_sees_it(backend):
 
 
 def rule_breaks(b, foreign):
-    """Name -> (a call that breaks one rule, the error, what its text says). Mapped: granules 0 and 1 (one mapping), 2."""
+    """Name -> (a call that breaks one rule, the error, what its text says). Mapped: granules 0 and 1 (one mapping), 2, 3, 5."""
     s = b.granularity()
-    at, wide, single = b.reserve(5 * s), b.create(2 * s), b.create(s)
+    at, wide, single = b.reserve(6 * s), b.create(2 * s), b.create(s)
     b.map_many(at, 0, [wide, single])
+    b.map_many(at, 5 * s, [single], "read")
     gone, gone_range = b.create(s), b.reserve(s)
     b.release(gone)
     b.free(gone_range)
@@ -146,7 +147,7 @@ def rule_breaks(b, foreign):
         "map none": (lambda: b.map_many(at, 4 * s, []), request, "one or more"),
         "map off the grid": (lambda: b.map(at, 4 * s + 1, single), request, "multiple of the granularity"),
         "map before the range": (lambda: b.map(at, -s, single), request, "outside"),
-        "map past the range": (lambda: b.map(at, 4 * s, wide), request, "outside"),
+        "map past the range": (lambda: b.map(at, 5 * s, wide), request, "outside"),
         "map from behind the handle": (lambda: b.map(at, 4 * s, single, s), request, "handle"),
         "map over a mapping": (lambda: b.map(at, 2 * s, single), state, "overlaps"),
         "map into a mapping": (lambda: b.map(at, s, single), state, "overlaps"),
@@ -163,12 +164,14 @@ def rule_breaks(b, foreign):
         "access of half": (lambda: b.set_access(at, 0, s, "read"), state, "ends inside"),
         "access from the middle": (lambda: b.set_access(at, s, 2 * s, "read"), state, "ends inside"),
         "access over a gap": (lambda: b.set_access(at, 3 * s, 2 * s, "read"), state, "nothing is mapped"),
+        "access around a gap": (lambda: b.set_access(at, 2 * s, 4 * s, "read"), state, "nothing is mapped"),
+        "tensor that may only be read": (lambda: b.tensor(at, 5 * s, [1], torch.uint8), state, "call set_access first"),
         "access of no kind": (lambda: b.set_access(at, 0, 2 * s, "write"), request, "allowed: none, read, read_write"),
         "release twice": (lambda: b.release(gone), state, "released already"),
         "release twice, mapped": (lambda: b.release(held), state, "released already"),
-        "free while mapped": (lambda: b.free(at), state, "3 mappings"),
+        "free while mapped": (lambda: b.free(at), state, "4 mappings"),
         "free twice": (lambda: b.free(gone_range), state, "freed"),
-        "tensor past the range": (lambda: b.tensor(at, 4 * s, [s // 2 + 1], torch.float16), request, "do not fit"),
+        "tensor past the range": (lambda: b.tensor(at, 5 * s, [s // 2 + 1], torch.float16), request, "do not fit"),
         "tensor before the range": (lambda: b.tensor(at, -2, [1], torch.float16), request, "do not fit"),
         "tensor off its alignment": (lambda: b.tensor(at, 1, [2], torch.float16), request, "multiple of 2"),
         "tensor of nothing": (lambda: b.tensor(at, 0, [0, 4], torch.float16), request, "positive"),
@@ -188,7 +191,7 @@ def test_a_broken_rule_raises_and_changes_nothing(backend):
                 pytest.fail(f"{what}: gave {call()}")
             assert backend.snapshot() == before, what
         assert len(backend.log if backend.name == "dry" else []) == raw, "a refused call reached the driver"
-    assert len(breaks) == 36
+    assert len(breaks) == 38
 
 
 def test_access_reaches_the_pages(backend):
