@@ -35,7 +35,9 @@ from depthfx.lowering.kernels._stream_config import MAX_STREAM_ROWS
 from depthfx.lowering.nest import nest
 from depthfx.lowering.nested_format import NestedWeight
 from depthfx.lowering.precompile import KernelWorkers, collected
+from depthfx.lowering.tile_store import device_kind, use_stored_tiles
 from depthfx.report import CACHES, CompileReport
+from depthfx.settings import Settings, cache_dir
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_ROWS = (1, 16, 64, 256, 1024)
@@ -251,6 +253,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three shapes and five numbers of rows")
     parser.add_argument("--shapes", nargs="+", choices=[str(s) for s in SHAPES], metavar="NxK[-gated]", help="some of the shapes")
     parser.add_argument("--rows", nargs="+", type=int, metavar="M", help=f"numbers of rows (default {' '.join(map(str, ROWS))})")
+    parser.add_argument("--tuned", action="store_true", help="use the tiles that `depthfx tune` kept in the cache folder")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("dual.py compares kernels for Hopper: it needs a CUDA device of compute capability 9")
@@ -261,6 +264,10 @@ def main() -> None:
     device = torch.device("cuda")
     torch.manual_seed(0)
     ops.reserve_scratch(device, 256, 32, 128)
+    if args.tuned:
+        tuned = CompileReport()
+        use_stored_tiles(cache_dir(Settings.build()), device_kind(device), tuned)
+        print("\n".join(tuned.sections[CACHES]))
     precompile(shapes, rows, device)
     begin, results = time.time(), []
     for shape in shapes:

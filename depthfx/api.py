@@ -14,6 +14,7 @@ from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptio
 from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.lowering.nested_linear import nested_linears
 from depthfx.lowering.precompile import KernelWorkers
+from depthfx.lowering.tile_store import device_kind, use_stored_tiles
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
 from depthfx.runtime.engine import Engine
@@ -25,7 +26,7 @@ from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, runner_shape, size_kv_blocks
 from depthfx.runtime.warmup import precompile_kernels
 from depthfx.runtime.weight_watch import WeightWatch
-from depthfx.settings import Settings
+from depthfx.settings import Settings, cache_dir
 
 
 def compile(model: PreTrainedModel, settings: Settings | None = None, **overrides: Any) -> Any:
@@ -88,6 +89,8 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
         )
     limits = derive_limits(model.config, settings, device)
     buckets = decode_buckets(limits.max_batch_size) if cuda and settings.cuda_graphs is not False else ()
+    if cuda and settings.weights == "nested":
+        use_stored_tiles(cache_dir(settings), device_kind(device), report)
     with KernelWorkers(report, enabled=cuda and settings.parallel_warmup) as workers:
         program = build_program(model, settings, "cuda" if cuda else "cpu", report, on_miss=workers.start)
         if cuda and settings.parallel_warmup:

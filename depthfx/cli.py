@@ -1,4 +1,4 @@
-"""The command line: ``demo``, ``explain``, ``generate``, ``inspect``, ``convert``, ``bench`` and ``version``."""
+"""The command line: ``demo``, ``explain``, ``generate``, ``inspect``, ``convert``, ``tune``, ``bench`` and ``version``."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("out", metavar="OUT", help="new folder")
     _add_device(convert, "default: as it is stored")
     convert.set_defaults(run=_convert)
+
+    tune = commands.add_parser("tune", help="time tiles of nested products on this GPU and keep the ones that beat the built-in choice")
+    tune.add_argument("model", metavar="PATH_OR_smollm2", help="folder with a config.json (no weight is read), or smollm2")
+    tune.add_argument(
+        "--rows", type=_positive, nargs="+", default=None, metavar="M", help="rows of x, up to 256 (default 16 32 64 128 256)"
+    )
+    tune.add_argument("--device", type=_device, default="cuda", help="cuda (default) or cuda:N")
+    tune.set_defaults(run=_tune)
 
     bench = commands.add_parser("bench", help="run a script of benchmarks/ (in a checkout); without a name: list them")
     bench.add_argument("name", nargs="?", help="one of the listed names")
@@ -191,6 +199,40 @@ def _convert(options: argparse.Namespace) -> int:
     print(f"{changed:,} weights of the model were changed by the cast to float16" if changed else "full precision is exact")
     print(f"{options.out} written in {time.perf_counter() - start:.1f} s; load it with depthfx.load")
     return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from depthfx.lowering.tune_model import row_classes, tunable, tune_products, why_nothing
+    from depthfx.settings import Settings, cache_dir
+
+    classes = row_classes(options.rows)
+    products, skipped = tunable(_shapes(options.model), classes)
+    print("\n".join(skipped), end="\n" if skipped else "")
+    reason = why_nothing(options.device) or ("" if products else f"{options.model} has no product that the streaming kernel serves")
+    if reason:
+        print(f"nothing to tune: {reason}")
+        return 0
+    tune_products(products, options.device, cache_dir(Settings.build()), print)
+    return 0
+
+
+def _shapes(model: str) -> list[tuple[int, int, bool]]:
+    """``(N, K, gated)`` of the nested products of a model, from its config alone."""
+    folder = _folder(model)
+    if not (folder / "config.json").is_file():
+        raise DepthfxError(f"{model!r} is neither smollm2 nor a folder with a config.json; give one of the two")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from depthfx.lowering.linear_shapes import linear_products
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise DepthfxError(f"the config of {model!r} describes no decoder that Hugging Face knows: {error}") from error
+    return linear_products(built)
 
 
 def _demo(options: argparse.Namespace) -> int:

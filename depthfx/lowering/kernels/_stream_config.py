@@ -12,6 +12,7 @@ from depthfx.lowering.kernel_spec import is_hopper
 from depthfx.lowering.kernels._dual_weight import check_stored, coding_of
 
 MAX_STREAM_ROWS = 256
+SHARED_BYTES = 227 << 10  # of one program at most, on compute capability 9
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,21 @@ class StreamConfig:
     stages: int
     splits: int
 
+    def stage_bytes(self, block_t: int) -> int:
+        """Shared memory of one step of the ring, its barrier included, for tiles of ``block_t`` rows of x."""
+        return 2 * (self.rows + block_t) * self.block_k + 8
 
-# Where another config beats the rule of `stream_config` on an H200:
-# (x rows rounded up to 16, 32, 64, 128 or 256; N; K; gated) -> config.
-TUNED: dict[tuple[int, int, int, bool], StreamConfig] = {
+
+# x rows rounded up to 16, 32, 64, 128 or 256; weight rows N (2F when gated); K; gated.
+Product = tuple[int, int, int, bool]
+# Where another config beats the rule of `default_config` on an H200.
+TUNED: dict[Product, StreamConfig] = {
     (16, 6144, 4096, False): StreamConfig(64, 128, 3, 4),
     (32, 6144, 4096, False): StreamConfig(64, 128, 3, 4),
     (64, 6144, 4096, False): StreamConfig(64, 128, 3, 1),
 }
+# What `use_tiles` put in, by the number of multiprocessors.
+_stored: dict[int, dict[Product, StreamConfig]] = {}
 
 
 def block_rows(num_rows: int) -> int:
@@ -38,8 +46,20 @@ def block_rows(num_rows: int) -> int:
     return max(16, triton.next_power_of_2(num_rows))
 
 
+def use_tiles(num_sms: int, tiles: dict[Product, StreamConfig]) -> None:
+    """Let :func:`stream_config` prefer ``tiles`` on devices of ``num_sms`` multiprocessors; call it before anything is launched there."""
+    _stored[num_sms] = dict(tiles)
+
+
 def stream_config(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num_sms: int) -> StreamConfig:
-    """Config of a product of ``num_outputs`` weight rows (2F when gated): table first, then the rule.
+    """Config of a product of ``num_outputs`` weight rows (2F when gated): what :func:`use_tiles` named, else :func:`default_config`."""
+    stored = _stored.get(num_sms)
+    config = stored.get((block_rows(num_rows), num_outputs, num_inputs, gated)) if stored else None
+    return config or default_config(num_rows, num_outputs, num_inputs, gated, num_sms)
+
+
+def default_config(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num_sms: int) -> StreamConfig:
+    """The config without a tuner: table first, then the rule.
 
     The rule gives two programs for each multiprocessor where x is small, one where tiles of x fill the shared memory. More
     ranges of K load sooner but must be added up.
@@ -81,3 +101,16 @@ def launch_streamed(
 
     check_stored(upper, lower)
     return launch_stream(x, upper, lower, shift, bias, activation, layer_precision, layer, coding_of(format, shift))
+
+
+def config_fault(product: Product, config: StreamConfig) -> str | None:
+    """Why the kernel cannot run ``config`` for ``product``; None where it can."""
+    block_t, num_outputs, num_inputs, gated = product
+    if block_t not in (16, 32, 64, 128, 256) or num_outputs < 1 or num_inputs < 64 or num_inputs % 64 or (gated and num_outputs % 16):
+        return f"no product of the streaming kernel has {block_t} rows and {num_outputs} x {num_inputs} weights, gated {gated}"
+    if config.rows not in (64, 128, 256) or config.block_k not in (64, 128) or config.stages < 2:
+        return "a tile has 64, 128 or 256 weight rows, a step 64 or 128 columns, a ring at least 2 places"
+    if config.stages * config.stage_bytes(block_t) > SHARED_BYTES:
+        return f"the ring takes {config.stages * config.stage_bytes(block_t)} bytes of shared memory; at most {SHARED_BYTES}"
+    steps = triton.cdiv(num_inputs, config.block_k)
+    return None if 1 <= config.splits <= steps else f"{config.splits} ranges of K do not fit its {steps} steps"
