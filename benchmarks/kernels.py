@@ -13,7 +13,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from depthfx.lowering import ops
 from depthfx.lowering.kernel_spec import KERNELS, max_error
 from depthfx.lowering.kernels import _small_linear, gated_linear, linear, linear_add
 from depthfx.lowering.kernels._small_linear import LinearConfig, linear_config
+from depthfx.lowering.kernels._stream_bench import replayed_us as graph_us
 from depthfx.lowering.kernels.decode_attention import DecodeConfig, decode_config, launch_decode
 from depthfx.lowering.kernels.paged_attention import step_inputs
 from depthfx.lowering.kernels.prefill_attention import PrefillConfig, launch_prefill, prefill_config, uses_hopper_kernel
@@ -51,30 +51,6 @@ SHAPES = [
     ("add", 576, 1536),
     ("linear", 49152, 576),
 ]
-
-
-def graph_us(calls: list[Callable[[], Any]], replays: int = 7) -> float:
-    """Median time of one call in microseconds, over replays of one graph that holds all calls."""
-    repeated = list(itertools.islice(itertools.cycle(calls), max(len(calls), 12)))
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()  # the inputs are made on another stream
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in repeated:
-            call()
-    times = []
-    for _ in range(replays + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(repeated))
-    return statistics.median(times[1:])
 
 
 def check_all() -> None:

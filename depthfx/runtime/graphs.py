@@ -41,8 +41,8 @@ class DecodeGraph:
 def dependent_launch(bucket: int, nested: bool, device: torch.device) -> Iterator[None]:
     """Kernels launched or captured inside may start while the one before drains, in steps of ``bucket`` rows that gain from it.
 
-    On an H200 a step of one row takes 4.03 instead of 4.26 ms, of 64 rows 5.67 instead of 5.80; of 8 rows 4.93 instead of 4.69,
-    since the 16-bit kernels for a few rows then crowd each other out of the L2. Nested weights are asked for by the tensor copy
+    On an H200 a step of one row takes 4.03 instead of 4.26 ms, of 64 rows 5.67 instead of 5.80; of 8 rows 4.93 instead of 4.69
+    (not understood; the 16-bit kernels for a few rows then ask for weights early). Nested weights are asked for by the tensor copy
     engine, and gain at every size.
     """
     gains = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and (nested or not 2 < bucket < 48)

@@ -188,7 +188,7 @@ def _hopper_stream_kernel(
     if splits > 1:
         acc, complete = _sum_ranges(acc, partial_ptr, counter_ptr, tile, split, splits, ROWS, BLOCK_T, MMA)
     if complete:
-        finish_tile(acc, out_ptr, shift_ptr, bias_ptr, tile * (ROWS // 2 if GATED else ROWS), 0, num_rows, num_outputs, HAS_SHIFT, HAS_BIAS,
+        finish_tile(acc, out_ptr, shift_ptr, bias_ptr, tile * (ROWS // 2 if GATED else ROWS), num_rows, num_outputs, HAS_SHIFT, HAS_BIAS,
                     ACTIVATION, BLOCK_T, MMA)  # fmt: skip
 
 

@@ -54,13 +54,13 @@ def _activate(x, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def finish_tile(acc, out_ptr, shift_ptr, bias_ptr, first_n, first_t, num_rows, num_outputs, HAS_SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr,
+def finish_tile(acc, out_ptr, shift_ptr, bias_ptr, first_n, num_rows, num_outputs, HAS_SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr,
             ACTIVATION: gl.constexpr, BLOCK_T: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
     """Scale, bias or activation, and the store of ``acc`` [ROWS, BLOCK_T]; ROWS / 2 outputs when gated."""
     ROWS: gl.constexpr = acc.shape[0]
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     i = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
-    t = first_t + gl.arange(0, BLOCK_T, gl.SliceLayout(0, MMA))
+    t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, MMA))
     if ACTIVATION > 0:
         if HAS_SHIFT:
             row = first_n + i // 16 * 8 + i % 8

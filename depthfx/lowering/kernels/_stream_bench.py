@@ -43,7 +43,7 @@ def _launch(x: torch.Tensor, w: NestedWeight, gated: bool, flags: torch.Tensor, 
     return launch_stream(x, w.upper, w.lower, w.shift, None, int(gated), flags, 0, coding_of(w.format, w.shift), config)
 
 
-def replayed_us(calls: list[Callable[[], Any]]) -> float:
+def replayed_us(calls: list[Callable[[], Any]], replays: int = _REPLAYS) -> float:
     """Median microseconds of one call, over replays of one captured graph that holds them all."""
     repeated = list(itertools.islice(itertools.cycle(calls), max(len(calls), _CALLS)))
     stream, graph, times = torch.cuda.Stream(), torch.cuda.CUDAGraph(), []
@@ -54,7 +54,7 @@ def replayed_us(calls: list[Callable[[], Any]]) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for call in repeated:
             call()
-    for _ in range(_REPLAYS + 1):
+    for _ in range(replays + 1):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
