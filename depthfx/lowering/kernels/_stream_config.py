@@ -35,7 +35,7 @@ Product = tuple[int, int, int, bool]
 TUNED: dict[Product, StreamConfig] = {
     (16, 6144, 4096, False): StreamConfig(64, 128, 3, 4),
     (32, 6144, 4096, False): StreamConfig(64, 128, 3, 4),
-    (64, 6144, 4096, False): StreamConfig(64, 128, 3, 1),
+    (64, 6144, 4096, False): StreamConfig(128, 128, 4, 2),
 }
 # What `use_tiles` put in, by the number of multiprocessors.
 _stored: dict[int, dict[Product, StreamConfig]] = {}
