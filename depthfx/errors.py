@@ -64,6 +64,18 @@ class DriverError(PhysicalMemoryError):
         self.code = code
 
 
+class HostMemoryError(DepthfxError, MemoryError):
+    """The host cannot hold or pin its copy of the residuals."""
+
+
+class RestoreError(DepthfxError, RuntimeError):
+    """A unit's residual could not be copied back; ``unit`` names it, or is None where the worker as a whole failed."""
+
+    def __init__(self, what: str, unit: int | None = None) -> None:
+        super().__init__(what)
+        self.unit = unit
+
+
 class GraphError(DepthfxError, RuntimeError):
     """A pass left a graph that breaks a rule, or found one that it cannot rewrite; names the node."""
 
