@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from depthfx.errors import InternalError
 
@@ -13,15 +15,19 @@ ChainKey = tuple[int | bytes, tuple[int, ...]]
 
 
 class BlockPool:
-    """Every block is exactly one of: free, cached (free, but still findable) or held by one or more requests.
+    """Every block is exactly one of: free, cached (free, but still findable), held by one or more requests, or closed.
 
-    Each operation takes constant time. Blocks that nobody holds are handed out in this order: plain free ones, then
-    the cached block that was given up first.
+    Operations on one block take constant time, or logarithmic time in the number of free blocks. Blocks that nobody holds are
+    handed out in this order: plain free ones, the lowest first, then the cached block that was given up first. Blocks from
+    ``num_open`` on are closed at first (None: no block is): they exist, but cannot be handed out until they are opened.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_open: int | None = None) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack; low numbers go first
+        self.num_open = num_blocks if num_open is None else num_open
+        self._free = list(range(self.num_open))  # a heap of free blocks, and of those in _stale
+        self._stale: set[int] = set()  # closed while free: they leave the heap when they come to its top
+        self._closed = bytearray(self.num_open) + b"\1" * (num_blocks - self.num_open)
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._holders = [0] * num_blocks
         self._keys: list[ChainKey | None] = [None] * num_blocks  # None: not findable
@@ -32,7 +38,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks with no content that anyone could reuse."""
-        return len(self._free)
+        return len(self._free) - len(self._stale)
 
     @property
     def num_cached(self) -> int:
@@ -42,7 +48,20 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that :meth:`take` can hand out."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) - len(self._stale) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that someone holds."""
+        return self.num_open - self.num_available
+
+    def is_held(self, block: int) -> bool:
+        """Whether someone holds the block."""
+        return self._holders[block] > 0
+
+    def num_cached_below(self, end: int) -> int:
+        """Cached blocks with an id below ``end``; takes time for each cached block."""
+        return sum(block < end for block in self._cached)
 
     def is_cached(self, block: int) -> bool:
         """Whether nobody holds the block, and it is still findable."""
@@ -50,13 +69,12 @@ class BlockPool:
 
     def take(self) -> int:
         """Hands out one block with unspecified content, held once. Raises :class:`InternalError` if none is available."""
-        if self._free:
-            block = self._free.pop()
-        elif self._cached:
+        block = self._pop_free(self.num_blocks)
+        if block is None:
+            if not self._cached:
+                raise InternalError("no KV block is available; ask for num_available before taking blocks")
             block, _ = self._cached.popitem(last=False)
             self._unpublish(block)
-        else:
-            raise InternalError("no KV block is available; ask for num_available before taking blocks")
         self._chains[block] = None
         self._holders[block] = 1
         return block
@@ -77,10 +95,62 @@ class BlockPool:
         if self._holders[block]:
             return False
         if self._keys[block] is None:
-            self._free.append(block)
+            heappush(self._free, block)
         else:
             self._cached[block] = None
         return True
+
+    def open(self, blocks: range) -> None:
+        """Makes closed blocks free, with unspecified content. Raises :class:`InternalError`, and changes nothing, if one is open."""
+        for block in blocks:
+            if not self._closed[block]:
+                raise InternalError(f"KV block {block} is opened, but it is not closed")
+        self._closed[blocks.start : blocks.stop] = bytes(len(blocks))
+        self.num_open += len(blocks)
+        for block in blocks:
+            if block in self._stale:
+                self._stale.remove(block)
+            else:
+                heappush(self._free, block)
+
+    def close(self, blocks: range) -> None:
+        """Takes blocks that nobody holds out of use; cached ones are forgotten.
+
+        Raises :class:`InternalError`, and changes nothing, if one is held or closed.
+        """
+        for block in blocks:
+            if self._closed[block] or self._holders[block]:
+                raise InternalError(f"KV block {block} is closed, but it is {'closed already' if self._closed[block] else 'held'}")
+        for block in blocks:
+            if block in self._cached:
+                del self._cached[block]
+                self._unpublish(block)
+            else:
+                self._stale.add(block)
+        self._closed[blocks.start : blocks.stop] = b"\1" * len(blocks)
+        self.num_open -= len(blocks)
+
+    def relocate(self, sources: Sequence[int], end: int) -> list[tuple[int, int]]:
+        """Moves held blocks to blocks below ``end`` that nobody holds; returns (source, target) pairs, the sources being free now.
+
+        Holders, chain and key go along; the caller copies the content. Targets are free blocks, the lowest first, then cached ones, oldest
+        first. Returns nothing, and changes nothing, if there are too few. Takes time for each cached block.
+        """
+        targets: list[int] = []
+        while len(targets) < len(sources) and (block := self._pop_free(end)) is not None:
+            targets.append(block)
+        num_free = len(targets)
+        targets += [block for block in self._cached if block < end][: len(sources) - num_free]
+        if len(targets) < len(sources):
+            for block in targets[:num_free]:
+                heappush(self._free, block)
+            return []
+        for block in targets[num_free:]:
+            del self._cached[block]
+            self._unpublish(block)
+        for source, target in zip(sources, targets):
+            self._move(source, target)
+        return list(zip(sources, targets))
 
     def find(self, parent: int | bytes, tokens: tuple[int, ...]) -> int | None:
         """The block that holds exactly ``tokens`` after chain ``parent`` (a chain number, or a salt for a first block)."""
@@ -112,19 +182,18 @@ class BlockPool:
         self._unpublish(block)
         if block in self._cached:
             del self._cached[block]
-            self._free.append(block)
+            heappush(self._free, block)
 
     def check(self, holders: list[int]) -> None:
         """Compares the pool with ``holders`` (how often each block stands in a table); raises :class:`InternalError`."""
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise InternalError("a KV block stands twice in the free list")
+        self._check_heap()
+        free = set(self._free) - self._stale
         for block in range(self.num_blocks):
             if self._holders[block] != holders[block]:
                 raise InternalError(f"KV block {block} counts {self._holders[block]} holders, but {holders[block]} table entries name it")
-            owners = (block in free) + (block in self._cached) + (holders[block] > 0)
+            owners = (block in free) + (block in self._cached) + (holders[block] > 0) + self._closed[block]
             if owners != 1:
-                raise InternalError(f"KV block {block} has {owners} owners among free, cached and held; it must have one")
+                raise InternalError(f"KV block {block} has {owners} owners among free, cached, held and closed; it must have one")
             key = self._keys[block]
             if key is not None and self._index.get(key) != block:
                 raise InternalError(f"KV block {block} has a key, but the index does not lead to it")
@@ -134,11 +203,39 @@ class BlockPool:
             raise InternalError("the index of findable KV blocks has entries that no block owns")
         self._check_reclaim_order()
 
+    def _pop_free(self, end: int) -> int | None:
+        while self._free and self._free[0] < end:
+            block = heappop(self._free)
+            if block not in self._stale:
+                return block
+            self._stale.remove(block)
+        return None
+
+    def _move(self, source: int, target: int) -> None:
+        key = self._keys[target] = self._keys[source]
+        self._chains[target] = self._chains[source]
+        self._holders[target] = self._holders[source]
+        if key is not None:
+            self._index[key] = target
+        self._keys[source] = self._chains[source] = None
+        self._holders[source] = 0
+        heappush(self._free, source)
+
     def _unpublish(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
             del self._index[key]
             self._keys[block] = None
+
+    def _check_heap(self) -> None:
+        if len(set(self._free)) != len(self._free):
+            raise InternalError("a KV block stands twice in the free list")
+        if any(self._free[(i - 1) // 2] > self._free[i] for i in range(1, len(self._free))):
+            raise InternalError("the free list is no heap: a low KV block may be handed out after a higher one")
+        if not self._stale.issubset(self._free) or not all(self._closed[block] for block in self._stale):
+            raise InternalError("a KV block was closed while free, but is not in the free list, or is open")
+        if self.num_open != self.num_blocks - sum(self._closed):
+            raise InternalError(f"{self.num_open} KV blocks count as open, but {self.num_blocks - sum(self._closed)} are")
 
     def _check_reclaim_order(self) -> None:
         place = {block: i for i, block in enumerate(self._cached)}
