@@ -6,6 +6,8 @@ no weight is moved. Only for steps known to be fast on the host, since the choic
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from depthfx.lowering.kernels import quantize_rows
@@ -30,9 +32,12 @@ def uses_fp8(x: torch.Tensor, upper: torch.Tensor, precision: int) -> bool:
 def row_scales(num_outputs: int, shift: torch.Tensor | None, coding: int, device: torch.device) -> torch.Tensor:
     """``[1, N]`` fp32: what the sum over FP8 numbers of each weight row is multiplied with."""
     power = 8 if coding == E4M3 else 0
-    if shift is None:
-        return torch.full((1, num_outputs), 2.0**-power, dtype=torch.float32, device=device)
-    return powers_of_two(shift, power)[None]
+    return _equal_scales(num_outputs, power, device) if shift is None else powers_of_two(shift, power)[None]
+
+
+@functools.lru_cache(maxsize=256)  # a few shapes in a model
+def _equal_scales(num_outputs: int, power: int, device: torch.device) -> torch.Tensor:
+    return torch.full((1, num_outputs), 2.0**-power, dtype=torch.float32, device=device)
 
 
 def launch_fp8(

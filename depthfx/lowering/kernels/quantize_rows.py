@@ -1,7 +1,7 @@
 """Activations to FP8 with one scale for each row, in the order of stored weights.
 
-``scale[t] = max(max_k |x[t, k]|, 1e-12) / 448`` and ``out[t, p] = e4m3(x[t, k] / scale[t])``, where place p holds column k (fragment
-order when K is a multiple of 64, plain order else); x [T, K], out [T, K] float8_e4m3fn, scale [T] float32.
+``m = max(max_k |x[t, k]|, 1e-12)``, ``scale[t] = m / 448`` and ``out[t, p] = e4m3(x[t, k] * (448 / m))``, where place p holds column k
+(fragment order when K is a multiple of 64, plain order else); x [T, K], out [T, K] float8_e4m3fn, scale [T] float32.
 Example: x = [[1, -2, 0.5]]: scale = 2 / 448 and out = [[224, -448, 112]].
 """
 
@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 from depthfx.lowering.fragment_order import is_fragment_order, to_fragment_order
-from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
+from depthfx.lowering.kernel_spec import INTERPRETED, Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels._cases import BF16, F16, F32, randn
 from depthfx.lowering.kernels._device import pdl_release, pdl_wait
 from depthfx.lowering.kernels._join_bytes import stored_order
 
 LARGEST = 448.0  # of E4M3
 SMALLEST = 1e-12  # keeps the scale of a row of zeros a normal number
+MAX_BLOCK = 16384  # columns of a row that a program holds in registers; longer rows are read twice
 
 
 @triton.jit
@@ -33,31 +34,53 @@ def _e4m3_bits(x):
 
 
 @triton.jit
-def _quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, num_inputs, stride_x, ORDERED: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """One program for one row: its largest magnitude first, then the numbers."""
+def _to_e4m3(x, SOFT: tl.constexpr):
+    """Bytes of fp32 numbers as `_e4m3_bits` has them; by the device's own instruction where it has one."""
+    if SOFT:
+        return _e4m3_bits(tl.minimum(tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL), 448.0, propagate_nan=tl.PropagateNan.ALL))
+    else:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr, out_ptr, scale_ptr, num_inputs, stride_x, ORDERED: tl.constexpr, BLOCK_K: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    SOFT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for one row: its largest magnitude first, then the numbers; a row of one block stays in registers meanwhile."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     pdl_release(PDL)
     pdl_wait(PDL)
-    largest = tl.zeros((BLOCK_K,), tl.float32)
-    for start in range(0, num_inputs, BLOCK_K):
-        x = tl.load(x_ptr + row * stride_x + start + k, mask=start + k < num_inputs, other=0.0)
-        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-    scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), 1e-12), 448.0)
-    tl.store(scale_ptr + row, scale)
-    for start in range(0, num_inputs, BLOCK_K):
-        x = tl.load(x_ptr + row * stride_x + start + k, mask=start + k < num_inputs, other=0.0).to(tl.float32)
-        q = _e4m3_bits(tl.div_rn(x, scale))
+    x = tl.load(x_ptr + row * stride_x + k, mask=k < num_inputs, other=0.0)
+    largest = tl.abs(x.to(tl.float32))
+    if not ONE_BLOCK:
+        for start in range(BLOCK_K, num_inputs, BLOCK_K):
+            more = tl.load(x_ptr + row * stride_x + start + k, mask=start + k < num_inputs, other=0.0)
+            largest = tl.maximum(largest, tl.abs(more.to(tl.float32)))
+    most = tl.maximum(tl.max(largest, axis=0), 1e-12)
+    tl.store(scale_ptr + row, tl.div_rn(most, 448.0))
+    factor = tl.div_rn(448.0, most)
+    for start in range(0, BLOCK_K if ONE_BLOCK else num_inputs, BLOCK_K):
+        if not ONE_BLOCK:
+            x = tl.load(x_ptr + row * stride_x + start + k, mask=start + k < num_inputs, other=0.0)
+        q = _to_e4m3(x.to(tl.float32) * factor, SOFT)
         if ORDERED:
             q = stored_order(q, BLOCK_K)
         tl.store(out_ptr + row * num_inputs + start + k, q, mask=start + k < num_inputs)
 
 
+def _rounds_in_software(device: torch.device) -> bool:
+    """Whether the device has no instruction from fp32 to E4M3 (below compute capability 8.9, and the interpreter)."""
+    return INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
+
+
 def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain PyTorch."""
     wide = to_fragment_order(x.float())
-    scale = wide.abs().amax(dim=1).clamp(min=SMALLEST) / LARGEST
-    return (wide / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), scale
+    most = wide.abs().amax(dim=1).clamp(min=SMALLEST)
+    factor = torch.full_like(most, LARGEST) / most
+    return (wide * factor[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), most / LARGEST
 
 
 def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,9 +88,10 @@ def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_inputs = x.shape
     out = torch.empty((num_rows, num_inputs), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((num_rows,), dtype=torch.float32, device=x.device)
+    block_k = min(MAX_BLOCK, max(64, triton.next_power_of_2(num_inputs)))
     _quantize_rows_kernel[(num_rows,)](
-        x, out.view(torch.uint8), scale, num_inputs, x.stride(0), ORDERED=is_fragment_order(num_inputs),
-        BLOCK_K=min(4096, max(64, triton.next_power_of_2(num_inputs))), num_warps=8, **pdl_options(),
+        x, out.view(torch.uint8), scale, num_inputs, x.stride(0), ORDERED=is_fragment_order(num_inputs), BLOCK_K=block_k,
+        ONE_BLOCK=block_k >= num_inputs, SOFT=_rounds_in_software(x.device), num_warps=min(16, max(4, block_k // 512)), **pdl_options(),
     )  # fmt: skip
     return out, scale
 
@@ -92,6 +116,6 @@ register_kernel(
         reference=reference,
         launch=launch,
         fake=fake,
-        cases=(_case(3, 576), _case(5, 200, extra=8), _case(2, 4160), _case(1, 64)),
+        cases=(_case(3, 576), _case(5, 200, extra=8), _case(2, 4160), _case(1, 64), _case(2, MAX_BLOCK + 64)),
     )
 )
