@@ -13,12 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import re
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +22,7 @@ from typing import Any
 import torch
 import torch._C._dynamo.guards
 
-from depthfx.settings import cache_dir
+from depthfx.native_build import BuildError, build, find_compiler
 
 # What Inductor's generated code allocates with: a third of the cost of torch.empty.
 _empty_strided_cpu: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cpu")  # noqa: B009
@@ -39,7 +34,6 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 _F32, _I32 = torch.float32, torch.int32
 _SOURCE = Path(__file__).with_name("native_cpu.cpp")
 _COMPILE_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-fopenmp", "-fPIC")
-_COMPILE_SECONDS = 300
 _P, _I, _F, _C = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _PAGED = (_P, _P, _P, _I)  # positions, table rows, block tables, stride of the tables
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -52,10 +46,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Unavailable(Exception):
-    """Why the library cannot be built or loaded."""
-
-
 class _Library:
     """The loaded functions, one attribute each."""
 
@@ -63,7 +53,7 @@ class _Library:
         try:
             handle = ctypes.CDLL(str(path))
         except OSError as error:
-            raise _Unavailable(f"{path} cannot be loaded: {error}") from error
+            raise BuildError(f"{path} cannot be loaded: {error}") from error
         for name, arguments in _SIGNATURES.items():
             function = getattr(handle, f"dfx_{name}")
             function.argtypes, function.restype = arguments, None
@@ -86,7 +76,7 @@ def available() -> tuple[bool, str]:
             if _library is None and _reason is None:
                 try:
                     _library = _Library(_build())
-                except _Unavailable as error:
+                except BuildError as error:
                     _reason = str(error)
     return (True, "") if _library is not None else (False, str(_reason))
 
@@ -336,38 +326,10 @@ def _paged(num_rows: int, positions: torch.Tensor, table_rows: torch.Tensor, blo
 
 def _build() -> Path:
     """Path of the library for this source, compiler and processor; compiles it where the cache has none."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise _Unavailable("no g++ on PATH; install it (Debian: apt install g++) for the native CPU kernels")
-    runtime = _openmp_runtime()
-    version = _run([compiler, "-dumpfullversion", "-dumpmachine"], 30)
-    key = hashlib.sha256()
-    for part in (_SOURCE.read_bytes(), " ".join(_COMPILE_FLAGS).encode(), version.encode(), _processor().encode(), str(runtime).encode()):
-        key.update(hashlib.sha256(part).digest())
-    target = cache_dir() / "native" / f"{key.hexdigest()[:32]}.so"
-    if target.exists():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            unit, linked = os.path.join(folder, "native.o"), os.path.join(folder, "native.so")
-            _run([compiler, *_COMPILE_FLAGS, "-c", str(_SOURCE), "-o", unit], _COMPILE_SECONDS)
-            _run([compiler, "-shared", unit, str(runtime), "-o", linked], _COMPILE_SECONDS)  # without -fopenmp: no other runtime
-            os.replace(linked, target)  # atomic: whoever comes last wins, with the same bytes
-    except OSError as error:
-        raise _Unavailable(f"native CPU kernels cannot be stored in {target.parent}: {error}; set DEPTHFX_CACHE") from error
-    return target
-
-
-def _run(command: list[str], seconds: int) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise _Unavailable(f"{command[0]} did not run: {error}") from error
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
-        raise _Unavailable(f"{command[0]} failed with status {done.returncode}: {lines[0].strip()}")
-    return done.stdout
+    purpose = "the native CPU kernels"
+    compiler = find_compiler(["g++"], purpose)
+    # linked without -fopenmp: no other runtime
+    return build(compiler, [_SOURCE], _COMPILE_FLAGS, [str(_openmp_runtime())], [_processor()], purpose)
 
 
 def _openmp_runtime() -> Path:
@@ -375,10 +337,10 @@ def _openmp_runtime() -> Path:
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError as error:
-        raise _Unavailable(f"the native CPU kernels are for Linux: {error}") from error
+        raise BuildError(f"the native CPU kernels are for Linux: {error}") from error
     found = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", maps, re.MULTILINE)
     if found is None:
-        raise _Unavailable("this torch has no OpenMP runtime loaded; install a torch build with OpenMP")
+        raise BuildError("this torch has no OpenMP runtime loaded; install a torch build with OpenMP")
     return Path(found.group(1))
 
 
