@@ -101,7 +101,9 @@ class HostBackup:
             code = _cudart().cudaHostUnregister(self._bytes.data_ptr())
             if int(code):
                 _clear_last_error()
-                raise HostMemoryError(f"cudaHostUnregister of {in_words(self.num_bytes)} failed with {_told(code)}; the memory stays pinned")
+                raise HostMemoryError(
+                    f"cudaHostUnregister of {in_words(self.num_bytes)} failed with {_told(code)}; the memory stays pinned"
+                )
             self.pinned = False
         self._bytes = None
 
