@@ -59,6 +59,10 @@ class BlockPool:
         """Whether someone holds the block."""
         return self._holders[block] > 0
 
+    def is_open(self, block: int) -> bool:
+        """Whether the block can be handed out, or is."""
+        return not self._closed[block]
+
     def num_cached_below(self, end: int) -> int:
         """Cached blocks with an id below ``end``; takes time for each cached block."""
         return sum(block < end for block in self._cached)

@@ -5,6 +5,9 @@ then. A freed block may still be named by a step that runs; its new owner writes
 stream in the order in which they were planned, so that write comes after the last read. Whoever fills a freed block
 from anywhere else (another stream, the host) has to wait for an event recorded after the last launched step:
 `MemoryManager.release` returns the blocks that became ownerless for that purpose.
+
+With a shared region, blocks beyond the base ones are lent by weights, a whole unit at a time (`depthfx.alloc.units`). The manager
+lends when it must and says so afterwards: `resident` tells which residuals may still be read, `take_cancelled` which copies to stop.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from depthfx.alloc.blocks import BlockPool
+from depthfx.alloc.units import SharedRegion
+from depthfx.alloc.usage import BlockUsage, bytes_by_owner
 from depthfx.errors import InternalError, InvalidRequestError
 
 
@@ -23,17 +28,6 @@ class Admission:
 
     table_row: int
     reused_tokens: int
-
-
-@dataclass(frozen=True)
-class BlockUsage:
-    """Who owns what, in blocks. A shared block counts once in ``num_held`` and once for each of its holders."""
-
-    num_blocks: int
-    num_free: int
-    num_cached: int  # nobody holds them; findable until reclaimed
-    num_held: int
-    by_request: dict[str, int]
 
 
 @dataclass
@@ -48,21 +42,40 @@ class MemoryManager:
     """Hands out KV blocks and block table rows; shares whole blocks of equal prefixes.
 
     ``num_blocks`` blocks of ``block_tokens`` tokens; a block table of ``num_table_rows`` rows (one for each admitted
-    request) and ``blocks_per_row`` columns. Raises :class:`InvalidRequestError` if one of them is not positive.
+    request) and ``blocks_per_row`` columns. With a ``region``, ``num_blocks`` counts the blocks of all its units too, and they are
+    lent when free and cached blocks are used up. Raises :class:`InvalidRequestError` if a number is not positive or does not
+    agree with the region.
     """
 
-    def __init__(self, num_blocks: int, block_tokens: int, num_table_rows: int, blocks_per_row: int, prefix_reuse: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        num_table_rows: int,
+        blocks_per_row: int,
+        prefix_reuse: bool = True,
+        region: SharedRegion | None = None,
+    ) -> None:
         sizes = {"num_blocks": num_blocks, "block_tokens": block_tokens, "num_table_rows": num_table_rows, "blocks_per_row": blocks_per_row}
         for name, value in sizes.items():
             if value < 1:
                 raise InvalidRequestError(f"memory manager: {name}={value} must be at least 1; give it a larger value")
+        num_open = num_blocks
+        if region is not None:
+            num_open -= region.num_lendable_blocks
+            if num_blocks != region.layout.num_blocks:
+                raise InvalidRequestError(
+                    f"memory manager: num_blocks={num_blocks} must be the {region.layout.num_blocks} of the region's layout, base and units"
+                )
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.num_table_rows = num_table_rows
         self.blocks_per_row = blocks_per_row
         self.prefix_reuse = prefix_reuse
         self.num_releases = 0  # grows whenever blocks or a table row may have become available
-        self._pool = BlockPool(num_blocks)
+        self.region = region  # to read: only this manager changes it
+        self._pool = BlockPool(num_blocks, num_open)
+        self._cancelled: list[int] = []  # units whose restore was cancelled, not yet told
         self._free_rows = list(range(num_table_rows - 1, -1, -1))
         self._holders: dict[str, _Holder] = {}
         self._writes: dict[tuple[int, int], int] = {}  # a later write to the same entry replaces the earlier one
@@ -75,8 +88,18 @@ class MemoryManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be handed out now."""
-        return self._pool.num_available
+        """Blocks that could be handed out now, by lending units where that is needed."""
+        return self._pool.num_available + (0 if self.region is None else self.region.num_lendable_blocks)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that requests hold now."""
+        return self._pool.num_held
+
+    @property
+    def open_blocks(self) -> int:
+        """Blocks that are KV now, held or not: base blocks and those of lent units."""
+        return self._pool.num_open
 
     def holds(self, request_id: str) -> bool:
         """Whether the request has a table row."""
@@ -90,7 +113,8 @@ class MemoryManager:
         """Gives a request a table row and blocks for all of ``token_ids``; None, and no change, if there is no room.
 
         Whole leading blocks with equal tokens and equal ``salt`` are shared, but at least one token is left to compute.
-        ``headroom`` blocks must remain available afterwards. Raises :class:`InternalError` if the request is admitted already.
+        ``headroom`` blocks must remain available afterwards. Units are lent where free and cached blocks do not suffice.
+        Raises :class:`InternalError` if the request is admitted already.
         """
         if request_id in self._holders:
             raise InternalError(f"request {request_id!r} is admitted twice; release it first")
@@ -99,29 +123,32 @@ class MemoryManager:
         reused = self._match(token_ids, salt)
         num_new = self._blocks_for(len(token_ids)) - len(reused)
         num_revived = sum(self._pool.is_cached(block) for block in reused)
-        if num_new + headroom > self._pool.num_available - num_revived:
+        if num_new + headroom > self.num_available - num_revived:
             return None
         holder = _Holder(self._free_rows.pop(), salt, num_published=len(reused))
         self._holders[request_id] = holder
         for block in reused:
-            self._pool.share(block)
+            self._share(block)
             self._append(holder, block)
         for _ in range(num_new):
-            self._append(holder, self._pool.take())
+            self._append(holder, self._take())
         return Admission(holder.table_row, len(reused) * self.block_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Makes sure that tokens [0, num_tokens) have blocks; False, and no change, if too few are available."""
+        """Makes sure that tokens [0, num_tokens) have blocks; False, and no change, if too few are available.
+
+        Units are lent where free and cached blocks do not suffice.
+        """
         holder = self._holder(request_id)
         num_new = self._blocks_for(num_tokens) - len(holder.blocks)
         if num_new <= 0:
             return True
         if len(holder.blocks) + num_new > self.blocks_per_row:
             raise InternalError(f"request {request_id!r} needs KV for {num_tokens} tokens; a table row ends at {self.max_request_tokens}")
-        if num_new > self._pool.num_available:
+        if num_new > self.num_available:
             return False
         for _ in range(num_new):
-            self._append(holder, self._pool.take())
+            self._append(holder, self._take())
         return True
 
     def register(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
@@ -140,8 +167,8 @@ class MemoryManager:
             tokens = tuple(token_ids[i * self.block_tokens : (i + 1) * self.block_tokens])
             known = self._pool.publish(block, parent, tokens)
             if known != block:
-                self._pool.share(known)
-                self._pool.drop(block)
+                self._share(known)
+                self._drop(block)
                 self.num_releases += 1
                 holder.blocks[i] = known
                 self._writes[holder.table_row, i] = known
@@ -161,7 +188,7 @@ class MemoryManager:
         for block in reversed(holder.blocks):  # the deepest block first, so that it is reclaimed first
             if not reuse:
                 self._pool.forget(block)
-            if self._pool.drop(block):
+            if self._drop(block):
                 freed.append(block)
         return tuple(freed)
 
@@ -186,14 +213,66 @@ class MemoryManager:
             for column, block in enumerate(holder.blocks):
                 self._writes[holder.table_row, column] = block
 
+    def resident(self) -> bytes:
+        """``[entries]``: 1 where the residual may be read by the steps planned from here on; empty without a region."""
+        return b"" if self.region is None else self.region.resident()
+
+    def begin_restore(self, unit: int) -> None:
+        """Closes a unit to KV, so that its residual bytes can be copied back; its cached blocks are forgotten.
+
+        The copy must wait for the last launched step, which may still read the unit's blocks. Raises :class:`InternalError` unless the
+        unit is the region's ``next_to_restore()``, or if it stands in :meth:`take_cancelled`: its old copy must be stopped first.
+        """
+        region = self._shared()
+        if unit in self._cancelled:
+            raise InternalError(f"unit {unit} cannot be restored: take_cancelled() has yet to tell that its last restore was cancelled")
+        region.begin_restore(unit)
+        self._pool.close(region.layout.blocks_of(unit))
+
+    def finish_restore(self, unit: int) -> None:
+        """Counts a unit's residual bytes as there. Raises :class:`InternalError` if it is not being restored, or no longer."""
+        self._shared().finish_restore(unit)
+
+    def take_cancelled(self) -> tuple[int, ...]:
+        """The units that were lent while they were being restored, since the last call; their copies must be stopped."""
+        cancelled = tuple(self._cancelled)
+        self._cancelled.clear()
+        return cancelled
+
+    def compact(self, unit: int, limit: int) -> list[tuple[int, int]]:
+        """Empties a lent unit: moves its held blocks to lower blocks that nobody holds; returns (source, target) pairs.
+
+        Nothing is moved if more than ``limit`` blocks are held or too few lower ones are not; cached blocks make room where
+        free ones do not suffice. No step may be outstanding, and the caller copies the blocks before the next one is launched:
+        no target is a source. Takes time for each held and cached block.
+        """
+        region = self._shared()
+        blocks = region.layout.blocks_of(unit)
+        sources = [block for block in blocks if self._pool.is_held(block)]
+        if not 0 < len(sources) <= limit:
+            return []
+        moves = self._pool.relocate(sources, blocks.start)
+        for source, target in moves:
+            region.unhold(source)
+            region.hold(target)
+        to = dict(moves)
+        for holder in self._holders.values() if moves else ():
+            if to.keys().isdisjoint(holder.blocks):
+                continue
+            for column, block in enumerate(holder.blocks):
+                if block in to:
+                    holder.blocks[column] = self._writes[holder.table_row, column] = to[block]
+        return moves
+
     def usage(self) -> BlockUsage:
-        """Counts of blocks by owner."""
-        free, cached = self._pool.num_free, self._pool.num_cached
+        """Counts of blocks by owner; with a region, of bytes too."""
+        pool = self._pool
         by_request = {request_id: len(holder.blocks) for request_id, holder in self._holders.items()}
-        return BlockUsage(self.num_blocks, free, cached, self.num_blocks - free - cached, by_request)
+        owners = None if self.region is None else bytes_by_owner(pool, self.region)
+        return BlockUsage(self.num_blocks, pool.num_open, pool.num_free, pool.num_cached, pool.num_held, by_request, owners)
 
     def check(self) -> None:
-        """Proves that no block or row is lost or owned twice and that all tables are right; else :class:`InternalError`."""
+        """Proves that no block, unit or row is lost or owned twice and that all tables are right; else :class:`InternalError`."""
         counts = [0] * self.num_blocks
         rows = list(self._free_rows)
         for request_id, holder in self._holders.items():
@@ -209,6 +288,8 @@ class MemoryManager:
         if sorted(rows) != list(range(self.num_table_rows)):
             raise InternalError(f"block table rows are lost or used twice: {sorted(rows)}")
         self._pool.check(counts)
+        if self.region is not None:
+            self._check_region(self.region, counts)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
@@ -218,6 +299,50 @@ class MemoryManager:
         if holder is None:
             raise InternalError(f"request {request_id!r} holds no KV blocks; admit it first")
         return holder
+
+    def _shared(self) -> SharedRegion:
+        if self.region is None:
+            raise InternalError("there is no shared region; give the memory manager one to lend and restore units")
+        return self.region
+
+    def _take(self) -> int:
+        region = self.region
+        if region is None:
+            return self._pool.take()
+        if not self._pool.num_available:
+            unit, cancelled = region.lend()
+            self._pool.open(region.layout.blocks_of(unit))
+            if cancelled:
+                self._cancelled.append(unit)
+        block = self._pool.take()
+        region.hold(block)
+        return block
+
+    def _share(self, block: int) -> None:
+        if self.region is not None and self._pool.is_cached(block):
+            self.region.hold(block)
+        self._pool.share(block)
+
+    def _drop(self, block: int) -> bool:
+        last = self._pool.drop(block)
+        if last and self.region is not None:
+            self.region.unhold(block)
+        return last
+
+    def _check_region(self, region: SharedRegion, counts: list[int]) -> None:
+        region.check(lambda block: counts[block] > 0)
+        layout = region.layout
+        for block in range(self.num_blocks):
+            unit = layout.unit_of(block)
+            is_open = unit is None or unit < region.num_open_units
+            if self._pool.is_open(block) != is_open:
+                raise InternalError(f"KV block {block} is {'closed' if is_open else 'open'}, but its owner says otherwise (unit {unit})")
+        for unit in self._cancelled:
+            if region.state(unit) in ("BACKED", "RESTORING"):
+                raise InternalError(f"unit {unit} counts as cancelled and not yet told, but is {region.state(unit)}")
+        usage = self.usage().bytes
+        if usage is None or sum(vars(usage).values()) != self.num_blocks * layout.block_bytes or min(vars(usage).values()) < 0:
+            raise InternalError(f"the bytes by owner do not add up to {self.num_blocks * layout.block_bytes}: {usage}")
 
     def _append(self, holder: _Holder, block: int) -> None:
         self._writes[holder.table_row, len(holder.blocks)] = block

@@ -153,6 +153,11 @@ class SharedRegion:
         return self._num_open
 
     @property
+    def num_restoring(self) -> int:
+        """Units whose residual bytes are being copied back."""
+        return self.num_lends - self._num_open - self.num_restores - self.num_cancels
+
+    @property
     def num_lendable_blocks(self) -> int:
         """Blocks of the units that could be lent: those that are backed or being restored."""
         return (self.layout.num_units - self._num_open) * self.layout.blocks_per_unit
@@ -263,9 +268,9 @@ class SharedRegion:
                 raise InternalError(f"entry {entry} counts {missing} units without its residual bytes, but there are {true}")
         if self.resident() != bytes([not missing for missing in self._missing]):
             raise InternalError(f"the resident entries are {list(self.resident())}, but counts of missing units are {self._missing}")
-        restoring = self.num_lends - self._num_open - self.num_restores - self.num_cancels
-        if restoring != self._states.count("RESTORING"):
-            raise InternalError(f"{restoring} restores have begun and not ended, but {self._states.count('RESTORING')} units are RESTORING")
+        restoring = self._states.count("RESTORING")
+        if self.num_restoring != restoring:
+            raise InternalError(f"{self.num_restoring} restores have begun and not ended, but {restoring} units are RESTORING")
 
     def _move(self, move: Move, unit: int, to: UnitState) -> None:
         state = self._states[unit]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from depthfx.alloc.manager import BlockUsage
+from depthfx.alloc.usage import BlockUsage
 
 # A wait shorter than this did not block: the device was done before the host came back.
 _NO_WAIT_SECONDS = 50e-6

@@ -1,0 +1,61 @@
+"""Who owns what: KV blocks by request, and the bytes of the KV range by owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from depthfx.alloc.blocks import BlockPool
+from depthfx.alloc.units import SharedRegion
+
+
+@dataclass(frozen=True)
+class ByteUsage:
+    """Bytes of the KV range, each under one owner. Base blocks are always KV; units are lent, backed or being restored."""
+
+    base_free: int
+    base_cached: int  # nobody holds them; findable until reclaimed
+    base_held: int
+    lent_free: int
+    lent_cached: int
+    lent_held: int
+    backed: int  # units that hold residual bytes of weights
+    restoring: int
+
+    @property
+    def lent(self) -> int:
+        """Bytes of the units that are open to KV."""
+        return self.lent_free + self.lent_cached + self.lent_held
+
+
+@dataclass(frozen=True)
+class BlockUsage:
+    """Who owns what, in blocks. A shared block counts once in ``num_held`` and once for each of its holders."""
+
+    num_blocks: int
+    num_open: int  # fewer than num_blocks where units of the shared region are closed to KV
+    num_free: int
+    num_cached: int  # nobody holds them; findable until reclaimed
+    num_held: int
+    by_request: dict[str, int]
+    bytes: ByteUsage | None = None  # None without a shared region
+
+
+def bytes_by_owner(pool: BlockPool, region: SharedRegion) -> ByteUsage:
+    """Counts the bytes of ``pool``'s blocks, whose units ``region`` keeps; takes time for each cached block and unit."""
+    layout = region.layout
+    num_base = layout.num_base_blocks
+    base_cached, lent_held = pool.num_cached_below(num_base), region.num_held
+    base_held, lent_cached = pool.num_held - lent_held, pool.num_cached - base_cached
+    num_lent = region.num_open_units * layout.blocks_per_unit
+    num_backed = layout.num_units - region.num_open_units - region.num_restoring
+    blocks = (
+        num_base - base_cached - base_held,
+        base_cached,
+        base_held,
+        num_lent - lent_cached - lent_held,
+        lent_cached,
+        lent_held,
+        num_backed * layout.blocks_per_unit,
+        region.num_restoring * layout.blocks_per_unit,
+    )
+    return ByteUsage(*(count * layout.block_bytes for count in blocks))
