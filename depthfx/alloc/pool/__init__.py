@@ -1,0 +1,1 @@
+"""A caching allocator of our own behind PyTorch's memory pools."""
