@@ -2,7 +2,7 @@
 
 ``python3 benchmarks/dual.py [--quick] [--shapes 6144x4096 28672x4096-gated] [--rows 1 64 1024]`` from the root of the repository.
 Times are medians over replays of a captured graph whose calls read other weights one after another, more than the L2 holds. Up to
-256 rows the op runs as in captured steps (flags on the device, dependent launch), above as in steps whose precision the host knows.
+256 rows the op runs as in captured steps (flags on the device unless all is fast, dependent launch), above as in steps whose precision the host knows.
 Results go to $OUT, or to benchmarks/results/.
 """
 
@@ -87,7 +87,7 @@ def draw_weight(shape: Shape, device: torch.device) -> Weight:
 
 def dual(shape: Shape, x: torch.Tensor, nested: NestedWeight, full: bool, flags: torch.Tensor) -> torch.Tensor:
     """The op as the engine calls it: layer 1 of ``flags`` holds the precision, the hint only where a step is not captured."""
-    hint = -1 if x.shape[0] <= MAX_STREAM_ROWS else int(full)
+    hint = int(full) if x.shape[0] > MAX_STREAM_ROWS or (not full and x.shape[0] >= MIN_ROWS) else -1
     args = (x, nested.upper, nested.lower, nested.shift, flags, 1, hint, nested.format)
     return ops.dual_gated_linear(*args, "silu") if shape.gated else ops.dual_linear(*args, None)
 
@@ -114,7 +114,7 @@ def precompile(shapes: list[Shape], rows: list[int], device: torch.device) -> No
         for shape in shapes:
             upper, lower = (torch.empty(shape.n, shape.k, dtype=torch.uint8, device=device) for _ in range(2))
             nested = NestedWeight("nested_e4m3", upper, lower, None)
-            for count in sorted({min(r, MIN_ROWS) for r in rows}):  # more rows take the same kernels
+            for count in sorted({min(r, MAX_STREAM_ROWS + 1) for r in rows}):  # more rows take the same kernels
                 x = torch.empty(count, shape.k, dtype=HALF, device=device)
                 for full in (True, False):
                     with launch_of(count, device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,20 +71,32 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def captured_steps(buckets: Sequence[int], nested: bool, device: torch.device) -> list[tuple[int, int]]:
+    """(bucket, precision on the host) of each graph, largest first.
+
+    One graph serves every mixture of precisions (-1: the flags on the device decide). Of nested weights, large buckets have a
+    second one for steps that are fast in all layers (0): FP8 activations make them a fifth faster, and that choice of kernel
+    cannot wait for the device.
+    """
+    second = nested and ops.has_fp8_rows(device)
+    return [(b, hint) for b in sorted(buckets, reverse=True) for hint in ((-1, 0) if second and b >= ops.MIN_FP8_ROWS else (-1,))]
+
+
 class DecodeGraphs:
     """The graphs of one runner; they share one memory pool, captured from the largest bucket down."""
 
     def __init__(self, runner: Runner, buckets: tuple[int, ...]) -> None:
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}  # by bucket and precision, see `captured_steps`
         self.buckets = tuple(sorted(buckets))
         self._runner = runner
 
-    def find(self, plan: StepPlan) -> DecodeGraph | None:
-        """The smallest graph that holds ``plan``; None if the plan prefills or is larger than every bucket."""
+    def find(self, plan: StepPlan, precision: int = -1) -> DecodeGraph | None:
+        """The smallest graph that holds ``plan`` in ``precision`` (1 full, 0 fast, -1 mixed); None if it prefills or is too large."""
         if plan.prefills:
             return None
         needed = max(len(plan.decodes), len(plan.table_writes))
-        return next((self._graphs[b] for b in self.buckets if b >= needed and b in self._graphs), None)
+        bucket = next((b for b in self.buckets if b >= needed), None)
+        return None if bucket is None else self._graphs.get((bucket, precision)) or self._graphs.get((bucket, -1))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -92,17 +104,17 @@ class DecodeGraphs:
         runner = self._runner
         stream = torch.cuda.Stream(runner.device)
         pool = torch.cuda.graph_pool_handle()
-        for bucket in reversed(self.buckets):
+        for bucket, precision in captured_steps(self.buckets, runner.shape.nested, runner.device):
             uploaded = runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), dependent_launch(bucket, runner.shape.nested, runner.device):
-                runner.forward(uploaded)  # compiles what this bucket needs, outside the capture
+                runner.forward(uploaded, precision)  # compiles what this bucket needs, outside the capture
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             overlapped = dependent_launch(bucket, runner.shape.nested, runner.device)
             with _no_collection(), overlapped, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                logits = runner.forward(uploaded)
+                logits = runner.forward(uploaded, precision)
                 tokens = greedy(logits)
                 runner.last_tokens[:bucket].copy_(tokens)
-            self._graphs[bucket] = DecodeGraph(bucket, graph, logits, tokens)
+            self._graphs[bucket, precision] = DecodeGraph(bucket, graph, logits, tokens)
         torch.cuda.current_stream().synchronize()

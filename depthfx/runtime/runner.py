@@ -88,7 +88,7 @@ class Runner:
         self._take_histories(plan)
         sampled = plan.sampled
         precision = self.flags.send(plan.precision)  # after all steps before, which read the old flags
-        graph = self.graphs.find(plan)
+        graph = self.graphs.find(plan, precision)
         uploaded = self.staging.upload(plan, pad_to=graph.bucket if graph else None)
         if graph is not None:
             graph.replay()

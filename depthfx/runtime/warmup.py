@@ -6,7 +6,7 @@ import torch
 
 from depthfx.lowering.precompile import KernelWorkers, Variant, collected
 from depthfx.records import StepPlan
-from depthfx.runtime.graphs import dependent_launch
+from depthfx.runtime.graphs import captured_steps, dependent_launch
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.sizing import prefill_plan
 
@@ -41,9 +41,9 @@ def _variants(runner: Runner, buckets: tuple[int, ...], hints: tuple[int, ...]) 
             for precision in hints:
                 runner.forward(runner.staging.upload(prefill_plan((rows,))), precision)
                 _settle(runner)
-        for bucket in reversed(buckets):
+        for bucket, precision in captured_steps(buckets, runner.shape.nested, runner.device):
             with dependent_launch(bucket, runner.shape.nested, runner.device):
-                runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket))
+                runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket), precision)
             _settle(runner)
     return list(found)
 

@@ -13,7 +13,12 @@ import torch
 from depthfx.lowering.kernels import quantize_rows
 from depthfx.lowering.kernels._dual_weight import E4M3, coding_of, powers_of_two
 
-MIN_ROWS = 512  # below, reading the weight takes as long as the product, and 16-bit activations are the better ones
+MIN_ROWS = 65  # below, `_hopper_stream` is faster, and keeps 16-bit activations
+
+
+def has_fp8_rows(device: torch.device) -> bool:
+    """Whether the device's row-wise scales go to cuBLAS, which writes float16 too: compute capability 9.x."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def uses_fp8(x: torch.Tensor, upper: torch.Tensor, precision: int) -> bool:
@@ -24,8 +29,7 @@ def uses_fp8(x: torch.Tensor, upper: torch.Tensor, precision: int) -> bool:
         and x.element_size() == 2
         and upper.shape[0] % 16 == 0
         and upper.shape[1] % 16 == 0
-        and x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9  # there row-wise scales go to cuBLAS, which writes float16 too
+        and has_fp8_rows(x.device)
     )
 
 
