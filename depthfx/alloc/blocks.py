@@ -106,11 +106,15 @@ class BlockPool:
 
     def open(self, blocks: range) -> None:
         """Makes closed blocks free, with unspecified content. Raises :class:`InternalError`, and changes nothing, if one is open."""
-        for block in blocks:
-            if not self._closed[block]:
-                raise InternalError(f"KV block {block} is opened, but it is not closed")
+        closed = b"\1" * len(blocks)
+        if self._closed[blocks.start : blocks.stop] != closed:
+            raise InternalError(f"KV blocks {blocks.start} to {blocks.stop - 1} are opened, but not all of them are closed")
         self._closed[blocks.start : blocks.stop] = bytes(len(blocks))
         self.num_open += len(blocks)
+        if len(self._free) == len(self._stale):  # no block is free, as when a unit is lent
+            self._stale.clear()
+            self._free = list(blocks)
+            return
         for block in blocks:
             if block in self._stale:
                 self._stale.remove(block)

@@ -130,8 +130,7 @@ class MemoryManager:
         for block in reused:
             self._share(block)
             self._append(holder, block)
-        for _ in range(num_new):
-            self._append(holder, self._take())
+        self._take(holder, num_new)
         return Admission(holder.table_row, len(reused) * self.block_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
@@ -147,8 +146,7 @@ class MemoryManager:
             raise InternalError(f"request {request_id!r} needs KV for {num_tokens} tokens; a table row ends at {self.max_request_tokens}")
         if num_new > self.num_available:
             return False
-        for _ in range(num_new):
-            self._append(holder, self._take())
+        self._take(holder, num_new)
         return True
 
     def register(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
@@ -305,18 +303,25 @@ class MemoryManager:
             raise InternalError("there is no shared region; give the memory manager one to lend and restore units")
         return self.region
 
-    def _take(self) -> int:
-        region = self.region
-        if region is None:
-            return self._pool.take()
-        if not self._pool.num_available:
+    def _take(self, holder: _Holder, num_new: int) -> None:
+        """Algorithm 1 of the paper on semi-unified memory: free blocks, then cached ones, then units of the weights."""
+        pool, region = self._pool, self.region
+        for num_left in range(num_new, 0, -1):
+            if region is not None and not pool.num_available:
+                self._lend(region, num_left)
+            block = pool.take()
+            if region is not None:
+                region.hold(block)
+            self._append(holder, block)
+
+    def _lend(self, region: SharedRegion, num_blocks: int) -> None:
+        units = []
+        for _ in range(0, num_blocks, region.layout.blocks_per_unit):
             unit, cancelled = region.lend()
-            self._pool.open(region.layout.blocks_of(unit))
+            units.append(unit)
             if cancelled:
                 self._cancelled.append(unit)
-        block = self._pool.take()
-        region.hold(block)
-        return block
+        self._pool.open(range(region.layout.blocks_of(units[0]).start, region.layout.blocks_of(units[-1]).stop))
 
     def _share(self, block: int) -> None:
         if self.region is not None and self._pool.is_cached(block):

@@ -141,6 +141,10 @@ class SharedRegion:
         self.num_lends = 0  # cancelled restores included
         self.num_restores = 0  # finished ones
         self.num_cancels = 0
+        self._first_block = layout.num_base_blocks
+        self._per_unit = layout.blocks_per_unit
+        self._num_units = layout.num_units
+        self._entries = [layout.entries_of(unit) for unit in range(layout.num_units)]
         self._states: list[UnitState] = ["BACKED"] * layout.num_units
         self._num_open = 0  # units [0, _num_open) are open to KV
         self._held = [0] * layout.num_units  # blocks held in each unit
@@ -160,7 +164,7 @@ class SharedRegion:
     @property
     def num_lendable_blocks(self) -> int:
         """Blocks of the units that could be lent: those that are backed or being restored."""
-        return (self.layout.num_units - self._num_open) * self.layout.blocks_per_unit
+        return (self._num_units - self._num_open) * self._per_unit
 
     @property
     def num_held(self) -> int:
@@ -197,7 +201,7 @@ class SharedRegion:
         Its residual bytes count as gone from now on. Raises :class:`InternalError` if all units are open.
         """
         unit = self._num_open
-        if unit == self.layout.num_units:
+        if unit == self._num_units:
             raise InternalError(f"all {unit} units are open to KV; ask for next_to_lend before lending")
         cancelled = self._states[unit] == "RESTORING"
         self._move("lend", unit, "FREE")
@@ -206,7 +210,7 @@ class SharedRegion:
         if cancelled:
             self.num_cancels += 1
         else:
-            for entry in self.layout.entries_of(unit):
+            for entry in self._entries[unit]:
                 self._missing[entry] += 1
             self._resident = None
         return unit, cancelled
@@ -229,24 +233,28 @@ class SharedRegion:
         self.layout._check_unit(unit)
         self._move("finish_restore", unit, "BACKED")
         self.num_restores += 1
-        for entry in self.layout.entries_of(unit):
+        for entry in self._entries[unit]:
             self._missing[entry] -= 1
         self._resident = None
 
     def hold(self, block: int) -> None:
         """Counts a block that nobody held as held; nothing to count for a base block."""
-        unit = self.layout.unit_of(block)
-        if unit is not None:
+        if block >= self._first_block:
+            unit = (block - self._first_block) // self._per_unit
             count = self._held[unit] + 1
-            self._move("hold", unit, "FULL" if count == self.layout.blocks_per_unit else "AVAIL")
+            to: UnitState = "FULL" if count == self._per_unit else "AVAIL"
+            if self._states[unit] != to:  # AVAIL to AVAIL is the usual case
+                self._move("hold", unit, to)
             self._held[unit] = count
 
     def unhold(self, block: int) -> None:
         """Counts a block as held by nobody any more."""
-        unit = self.layout.unit_of(block)
-        if unit is not None:
+        if block >= self._first_block:
+            unit = (block - self._first_block) // self._per_unit
             count = self._held[unit] - 1
-            self._move("unhold", unit, "AVAIL" if count else "FREE")
+            to: UnitState = "AVAIL" if count else "FREE"
+            if self._states[unit] != to:
+                self._move("unhold", unit, to)
             self._held[unit] = count
 
     def check(self, held: Callable[[int], bool]) -> None:

@@ -90,7 +90,7 @@ def test_a_range_with_a_held_block_is_not_closed():
     pool.close(range(2))
     with pytest.raises(InternalError, match="KV block 1 is closed, but it is closed already"):
         pool.close(range(1, 2))
-    with pytest.raises(InternalError, match="KV block 2 is opened, but it is not closed"):
+    with pytest.raises(InternalError, match="KV blocks 1 to 2 are opened, but not all of them are closed"):
         pool.open(range(1, 3))
     check(pool, 2)
 
