@@ -128,6 +128,15 @@ def test_relocate_takes_free_blocks_then_the_oldest_cached_or_changes_nothing():
     assert [pool.take() for _ in range(3)] == [2, 4, 5]
 
 
+def test_relocate_leaves_cached_blocks_above_alone():
+    pool = BlockPool(4)
+    held = [pool.take() for _ in range(3)]
+    assert cache(pool, 1) == [3]
+    assert pool.relocate([2], 2) == []
+    check(pool, *held)
+    assert pool.find(b"", (1,)) == 3
+
+
 def _closed_and_free(pool: BlockPool) -> None:
     pool._stale.clear()
 
