@@ -72,6 +72,12 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
     BEGIN("cuDeviceGetAttribute") REQUIRE(device >= 70) *value = attribute == 102 ? has_vmm : 1; END
 }
 int cuDeviceTotalMem_v2(size_t* bytes, int device) { BEGIN("cuDeviceTotalMem_v2") *bytes = memory[device - 70]; END }
+int cuMemGetInfo_v2(size_t* left, size_t* total) {
+    BEGIN("cuMemGetInfo_v2")
+    *total = memory[stack[depth - 1]];
+    *left = *total - used[stack[depth - 1]];
+    END
+}
 int cuDevicePrimaryCtxRetain(void** context, int device) {
     BEGIN("cuDevicePrimaryCtxRetain") retained[device - 70]++; *context = (void*)(intptr_t)(900 + device - 70); END
 }

@@ -101,12 +101,25 @@ def test_driver_out_of_memory_uses_what_is_cached_first():
     pool.check()
 
 
-@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemRelease", "cuMemSetAccess", "cuCtxPushCurrent_v2"])
+def test_what_the_device_cannot_hold_is_refused_before_any_handle():
+    pool = FakePool()
+    pool.driver.set_memory(0, 128 * MIB)
+    kept = pool.malloc(40 * MIB)
+    before = pool.driver.calls("cuMemCreate")
+    with pytest.raises(errors.OutOfPhysicalMemoryError, match=f"{100 * MIB} bytes of new memory, but CUDA device 0 has {88 * MIB} free"):
+        pool.malloc(100 * MIB)
+    assert pool.driver.calls("cuMemCreate") == before
+    pool.free(kept, 40 * MIB)
+    pool.malloc(100 * MIB)
+    pool.check()
+
+
+@pytest.mark.parametrize("call", ["cuMemGetInfo_v2", "cuMemCreate", "cuMemMap", "cuMemRelease", "cuMemSetAccess", "cuCtxPushCurrent_v2"])
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_failure_half_way_rolls_back(call, nth):
     pool = FakePool()
     kept = pool.malloc(4 * MIB)
-    if call in ("cuMemSetAccess", "cuCtxPushCurrent_v2") and nth == 3:
+    if call in ("cuMemGetInfo_v2", "cuMemSetAccess", "cuCtxPushCurrent_v2") and nth == 3:
         nth = 1  # one call for all handles
     before = (pool.states(), pool.stats().mapped_bytes)
     pool.driver.fail(call, nth, 719)

@@ -35,6 +35,7 @@ _Static_assert(sizeof(CUmemAccessDesc) == 12, "CUmemAccessDesc must be laid out 
     X(device_get, cuDeviceGet, (CUdevice*, int))                                                         \
     X(device_attribute, cuDeviceGetAttribute, (int*, int, CUdevice))                                     \
     X(total_memory, cuDeviceTotalMem_v2, (size_t*, CUdevice))                                            \
+    X(free_memory, cuMemGetInfo_v2, (size_t*, size_t*))                                                  \
     X(context_retain, cuDevicePrimaryCtxRetain, (CUcontext*, CUdevice))                                  \
     X(context_release, cuDevicePrimaryCtxRelease_v2, (CUdevice))                                         \
     X(context_push, cuCtxPushCurrent_v2, (CUcontext))                                                    \

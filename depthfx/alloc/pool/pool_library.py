@@ -28,7 +28,7 @@ MALLOC, FREE = "depthfx_pool_malloc", "depthfx_pool_free"
 STATES = ("hole", "cached", "live", "pending", "lost")
 
 _FOLDER = Path(__file__).parent
-_SOURCES = [_FOLDER / name for name in ("pool_allocator.c", "pool_error.h", "cuda_driver.h", "segment_ledger.h")]
+_SOURCES = [_FOLDER / name for name in ("pool_allocator.c", "pool_device.h", "pool_error.h", "cuda_driver.h", "segment_ledger.h")]
 _FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
 _LINK = ("-lpthread", "-ldl")
 _PURPOSE = "the memory pool"
@@ -196,6 +196,10 @@ class PoolLibrary:
         if error.kind == _DRIVER_FAILED:
             return DriverError(call, code, text)
         return _ERRORS[error.kind](f"{call} failed with {code}: {text}" if call else text)
+
+    def forget_error(self) -> None:
+        """Sets this thread's last error to none."""
+        self._check(self._calls["load"](None))
 
     def _check(self, result: int) -> int:
         if result >= 0:
