@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from depthfx.records import SamplingParams
-from depthfx.settings import Settings
+from depthfx.settings import ElasticMemory, Settings
 
 if TYPE_CHECKING:
     from depthfx.api import compile
     from depthfx.lowering.load_model import load
 
 __version__ = "0.1.0"
-__all__ = ["SamplingParams", "Settings", "__version__", "compile", "load"]
+__all__ = ["ElasticMemory", "SamplingParams", "Settings", "__version__", "compile", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from depthfx.alloc.manager import MemoryManager
+from depthfx.alloc.units import SharedRegion
 from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.lowering.nested_linear import nested_linears
@@ -17,9 +20,12 @@ from depthfx.lowering.precompile import KernelWorkers
 from depthfx.lowering.tile_store import device_kind, use_stored_tiles
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
+from depthfx.runtime.elastic import ElasticControl, PrecisionSwitch
+from depthfx.runtime.elastic_memory import SharedMemory, reclaim, share_memory
 from depthfx.runtime.engine import Engine
 from depthfx.runtime.graphs import decode_buckets
 from depthfx.runtime.model import Compiled, as_depth_model
+from depthfx.runtime.parts import MemoryControl
 from depthfx.runtime.precision import entry_names
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.scheduler import Scheduler
@@ -41,6 +47,8 @@ def compile(model: PreTrainedModel, settings: Settings | None = None, **override
     :class:`~depthfx.errors.SettingError` or :class:`~depthfx.errors.MemoryBudgetError` for settings that do not fit.
     """
     resolved = Settings.build(settings, **overrides)
+    if resolved.memory is not None and resolved.memory.budget_gib is not None:
+        resolved = replace(resolved, memory_budget_gib=resolved.memory.budget_gib)
     report = CompileReport()
     _check_model(model)
     model.eval()
@@ -97,14 +105,44 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
             with report.timed("compile kernels"):
                 precompile_kernels(one_block_runner(program, limits, device), buckets, workers, nested=settings.weights == "nested")
     num_blocks = size_kv_blocks(model, program, limits, settings, report)
-    runner = _build_runner(program, limits, num_blocks, device, buckets, report)
-    manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse)
+    shared, region = _share(program, num_blocks, settings, device, report), None
+    if shared is not None:
+        num_blocks, region = shared.layout.num_blocks, SharedRegion(shared.layout)
+    try:
+        runner = _build_runner(program, limits, num_blocks, device, buckets, report, shared)
+    except BaseException:
+        if shared is not None:
+            shared.dissolve()
+        raise
+    manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse, region)
+    control = _control(shared, manager, program, settings)
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
     lookahead = settings.lookahead if settings.lookahead is not None else cuda
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
     layers = entry_names(program.kv_shape.num_layers, settings.nested_head) if settings.weights == "nested" else ()
-    engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers)
-    return engine, WeightWatch(model, (program.refill_tables, engine.forget_prefixes))
+    engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers, control)
+    on_change = [program.refill_tables, engine.forget_prefixes]
+    if isinstance(control, ElasticControl):
+        on_change.append(control.weights_changed)
+        weakref.finalize(engine, reclaim, control.shared.worker, control.shared.memory, control.shared.backup)
+    return engine, WeightWatch(model, on_change)
+
+
+def _share(program: Program, num_blocks: int, settings: Settings, device: torch.device, report: CompileReport) -> SharedMemory | None:
+    """Residuals and KV over the same units, where the policy lends."""
+    if settings.memory is None or settings.memory.policy not in ("elastic", "static_fast"):
+        return None
+    with report.timed("share memory"):
+        return share_memory(program.stored, program.kv_shape, program.num_precisions, num_blocks, settings.memory, device, report)
+
+
+def _control(shared: SharedMemory | None, manager: MemoryManager, program: Program, settings: Settings) -> MemoryControl | None:
+    """Who moves memory or precision by load."""
+    if settings.memory is None or settings.memory.policy == "static_full":
+        return None
+    if shared is None:
+        return PrecisionSwitch(manager, program.num_precisions, settings.memory)
+    return ElasticControl(shared, manager, settings.memory)
 
 
 def _build_runner(
@@ -114,9 +152,11 @@ def _build_runner(
     device: torch.device,
     buckets: tuple[int, ...],
     report: CompileReport,
+    shared: SharedMemory | None,
 ) -> Runner:
     with report.timed("allocate"):
-        runner = Runner(program, runner_shape(program, limits, num_blocks), device, buckets)
+        kv_pool = None if shared is None else shared.kv_pool(program.kv_shape, program.kv_dtype)
+        runner = Runner(program, runner_shape(program, limits, num_blocks), device, buckets, kv_pool)
     if buckets:
         with report.timed("capture graphs"):
             runner.graphs.capture()

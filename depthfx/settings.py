@@ -15,6 +15,43 @@ DEFAULT_CONTEXT = 4096
 
 OnUnsupported = Literal["raise", "eager"]
 Weights = Literal["16bit", "nested", "fp8"]
+MemoryPolicy = Literal["elastic", "nested_resident", "static_full", "static_fast"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticMemory:
+    """How the residual bytes of nested weights and the KV cache share memory (paper DPS, section IV).
+
+    Policies: ``elastic`` lends residuals to the KV cache when it is full and restores them when load allows; ``nested_resident`` switches
+    precision by the same thresholds but never lends; ``static_full`` and ``static_fast`` never switch, and the second gives all
+    residual memory to the KV cache for good.
+    """
+
+    policy: MemoryPolicy = "elastic"
+    budget_gib: float | None = None  # as `memory_budget_gib`, which it replaces
+    unit_mib: float = 16.0  # size wanted for a unit of lending; rounded to whole KV blocks and to what the device maps
+    low: float = 0.75  # a unit is restored if the held blocks then fill at most this share of what is left to KV
+    high: float = 1.0  # a unit is lent when held blocks fill this share of the KV cache; 1: when there is no room left
+    dwell_s: float = 0.2  # seconds that pressure must be away before restoring begins
+    order: tuple[int, ...] | None = None  # layers in the order in which they give their residuals; None: as they run
+    whole_model: bool = False  # full precision returns for all layers at once, as in the paper, not layer by layer
+    verify: bool = False  # debugging: poison what is lent and hash what was restored
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(MemoryPolicy):
+            raise SettingError(f"memory policy={self.policy!r} must be one of {get_args(MemoryPolicy)}")
+        for name in ("budget_gib", "unit_mib"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise SettingError(f"memory {name}={value!r} must be positive and finite")
+        if not 0.0 < self.low < self.high <= 1.0:
+            raise SettingError(
+                f"memory low={self.low!r} and high={self.high!r} must keep 0 < low < high <= 1, or precision would flip at once"
+            )
+        if not 0.0 <= self.dwell_s < float("inf"):
+            raise SettingError(f"memory dwell_s={self.dwell_s!r} must be at least 0 and finite")
+        if self.order is not None and (not isinstance(self.order, tuple) or len(set(self.order)) != len(self.order)):
+            raise SettingError(f"memory order={self.order!r} must be a tuple that names no layer twice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +68,7 @@ class Settings:
     block_tokens: int = 16  # tokens of one KV block
     kv_blocks: int | None = None  # exact number of KV blocks; overrides the budget
     prefix_reuse: bool = True  # reuse whole KV blocks of equal prefixes
+    memory: ElasticMemory | None = None  # lend residual bytes of nested weights to the KV cache; from the environment: a policy's name
 
     # weights
     weights: Weights = "16bit"  # "nested": an FP8 byte and a residual byte, switched by set_precision; "fp8": FP8 for good (not exact)
@@ -71,6 +109,10 @@ class Settings:
         if self.nested_head and self.weights != "nested":
             raise SettingError(
                 f"setting nested_head=True needs weights='nested'; it is {self.weights!r}: set both, or leave nested_head out"
+            )
+        if self.memory is not None and self.weights != "nested":
+            raise SettingError(
+                f"setting memory={self.memory.policy!r} needs weights='nested'; it is {self.weights!r}: set both, or leave it out"
             )
 
     @classmethod
@@ -147,6 +189,8 @@ def _parse(variable: str, text: str, hint: Any) -> Any:
                 return kind(text)
             except ValueError:
                 raise SettingError(f"environment variable {variable}={text!r} must be a number ({kind.__name__})") from None
+    if ElasticMemory in choices:
+        return ElasticMemory(policy=text)  # type: ignore[arg-type]
     return text
 
 

@@ -77,6 +77,23 @@ class HostBackup:
             raise MemoryRequestError(f"unit {unit} has no host copy; allowed: 0 to {self.num_units - 1}")
         return self._content()[unit * self.unit_bytes : min((unit + 1) * self.unit_bytes, self.num_bytes)]
 
+    def put(self, first: int, residual: torch.Tensor) -> None:
+        """Copies one residual tensor (uint8 ``[bytes]``, any device) to byte ``first`` on, waits for it, and keeps its hash.
+
+        Raises :class:`MemoryRequestError` if it does not fit. No restore may be running.
+        """
+        end = first + residual.numel()
+        if residual.dtype is not torch.uint8 or residual.dim() != 1 or not 0 <= first < end <= self.num_bytes:
+            raise MemoryRequestError(
+                f"a {residual.dtype} residual of shape {list(residual.shape)} at byte {first} does not fit a host copy of {self.num_bytes} bytes"
+            )
+        self._content()[first:end].copy_(residual)
+        self._hashes[first, end] = content_hash(residual)
+
+    def bytes(self, first: int, num_bytes: int) -> torch.Tensor:
+        """The host's bytes [first, first + num_bytes), uint8; a view, not to be written."""
+        return self._content()[first : first + num_bytes]
+
     def verify(self, home: torch.Tensor, first: int = 0, end: int | None = None) -> int:
         """Hashes the residual tensors that lie within [first, end) of ``home`` where they are; returns how many there were.
 

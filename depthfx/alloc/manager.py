@@ -215,6 +215,13 @@ class MemoryManager:
         """``[entries]``: 1 where the residual may be read by the steps planned from here on; empty without a region."""
         return b"" if self.region is None else self.region.resident()
 
+    def lend(self, num_units: int = 1) -> None:
+        """Opens up to ``num_units`` closed units to KV ahead of need, the lowest first."""
+        region = self._shared()
+        per_unit = region.layout.blocks_per_unit
+        if blocks := min(num_units * per_unit, region.num_lendable_blocks):
+            self._lend(region, blocks)
+
     def begin_restore(self, unit: int) -> None:
         """Closes a unit to KV, so that its residual bytes can be copied back; its cached blocks are forgotten.
 

@@ -25,6 +25,7 @@ class NestedLinear(nn.Linear):
     upper: torch.Tensor
     lower: torch.Tensor | None
     shift: torch.Tensor | None
+    guard: Callable[[], None] | None = None  # raises while the residual bytes are lent, so that nobody reads them as weights
 
     def __init__(self, nested: NestedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Linear's own would make a weight
@@ -35,7 +36,9 @@ class NestedLinear(nn.Linear):
 
     @property
     def nested(self) -> NestedWeight:
-        """The stored bytes themselves, not a copy."""
+        """The stored bytes themselves, not a copy. Raises what ``guard`` raises."""
+        if self.guard is not None:
+            self.guard()
         return NestedWeight(self.format, self.upper, self.lower, self.shift)
 
     def assign(self, nested: NestedWeight) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from depthfx.lowering.stored_weight import StoredWeight
 from depthfx.records import KvShape
 from depthfx.report import CompileReport
 from depthfx.settings import Settings
@@ -47,6 +48,7 @@ class PassContext:
     num_positions: int = 0  # longest context
     kv_shape: KvShape | None = None
     num_heads: int = 0  # query heads, the largest of any layer
+    stored: list[StoredWeight] = field(default_factory=list)  # nested weights, once they are bound
     # results of `fake_value`: layers repeat the same calls on values of the same shape
     fake_values: dict[Any, Any] = field(default_factory=dict)
 

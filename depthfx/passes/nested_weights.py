@@ -15,6 +15,7 @@ from depthfx.lowering.fp8_weight import Fp8Linear, quantize_weight
 from depthfx.lowering.nest import concatenate, nest_counted
 from depthfx.lowering.nested_format import NestedWeight
 from depthfx.lowering.nested_linear import NestedLinear, place_linear
+from depthfx.lowering.stored_weight import StoredWeight
 from depthfx.passes.context import PassContext, value_of
 
 Fill = tuple[torch.Tensor, Callable[[], torch.Tensor]]  # a copy that the program reads, and what it must hold
@@ -129,6 +130,8 @@ def _bind_dual(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: n
                 for part, t in (("upper", nested.upper), ("lower", nested.lower), ("shift", nested.shift))
             ]
             new = gm.graph.call_function(node.target, (x, *stored, flags, layer, precision, nested.format, last))
+            modules = tuple(model.get_submodule(name.rpartition(".")[0]) for name in names)
+            ctx.stored.append(StoredWeight(layer, base, holder, modules))  # type: ignore[arg-type]
     _replace(gm, ctx, node, new, (upper, lower))
 
 

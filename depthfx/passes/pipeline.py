@@ -12,6 +12,7 @@ from torch import fx
 
 from depthfx.lowering.codegen import compile_with_inductor, run_eagerly
 from depthfx.lowering.nested_linear import plain_linears
+from depthfx.lowering.stored_weight import StoredWeight
 from depthfx.passes.capture import capture
 from depthfx.passes.check_graph import check_graph
 from depthfx.passes.check_rows import check_rows
@@ -65,6 +66,7 @@ class Program:
     vocab_size: int  # width of the logits
     nested: bool  # weights of layers are nested
     refill_tables: Callable[[], None]  # to be called after weights were changed in place
+    stored: tuple[StoredWeight, ...]  # nested weights, in the order of the program
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         logits: torch.Tensor = self.module(**{name: getattr(inputs, name) for name in StepInputs.names()})
@@ -103,7 +105,17 @@ def build_program(
         refill_tables = bind_weights(gm, ctx, model)
     assert ctx.kv_shape is not None
     num_precisions = ctx.kv_shape.num_layers + settings.nested_head
-    return Program(gm, ctx.kv_shape, kv_dtype, ctx.num_heads, num_precisions, vocab_size, settings.weights == "nested", refill_tables)
+    return Program(
+        gm,
+        ctx.kv_shape,
+        kv_dtype,
+        ctx.num_heads,
+        num_precisions,
+        vocab_size,
+        settings.weights == "nested",
+        refill_tables,
+        tuple(ctx.stored),
+    )
 
 
 def _rewritten(

@@ -7,13 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 from depthfx.errors import DepthfxError, InternalError, InvalidRequestError
-from depthfx.records import SamplingParams, StepPlan, StepResult
+from depthfx.records import SamplingParams, StepResult
 from depthfx.runtime.collect import Asked, Collection
 from depthfx.runtime.metrics import EngineStats, StepClock
+from depthfx.runtime.parts import Flight, MemoryControl, StepRunner
 from depthfx.runtime.precision import Modes, changed, named, summary
 from depthfx.runtime.request import Request, RequestOutput, StopCheck, check_prompt, check_sampling, check_token
 from depthfx.runtime.scheduler import Scheduler
@@ -23,33 +22,24 @@ from depthfx.runtime.stream import TokenStream
 _RUNNER_FAULTS = (RuntimeError, MemoryError, ArithmeticError, ValueError, OSError, DepthfxError)
 
 
-class StepRunner(Protocol):
-    """Computes steps; all of them in launch order, on one stream."""
-
-    def launch(self, plan: StepPlan) -> Any:
-        """Queues the step's work, returns a handle at once."""
-
-    def wait(self, handle: Any) -> StepResult:
-        """Blocks until the step is done. May be called again with the same handle if it was interrupted."""
-
-
-@dataclass
-class _Flight:
-    plan: StepPlan
-    handle: Any = None
-    error: BaseException | None = None  # the launch failed
-
-
 class Engine:
     """Serves many requests at once. All methods may be called from several threads.
 
     One thread at a time drives: it plans, launches, waits and commits; others may add, abort and read meanwhile.
     ``lookahead``: the next step is launched before the previous one is waited for. ``check``: prove the invariants of
     memory after every step. ``layers`` names the entries of precision that can be switched, all full at first; none by default.
+    ``control`` moves memory between weights and KV.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, vocab_size: int, lookahead: bool, check: bool, layers: Sequence[int | str] = ()
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        vocab_size: int,
+        lookahead: bool,
+        check: bool,
+        layers: Sequence[int | str] = (),
+        control: MemoryControl | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.vocab_size = vocab_size
@@ -60,13 +50,17 @@ class Engine:
         self._state = threading.Condition()  # guards everything below; never held while waiting for the device
         self._driving = False
         self._booking = False  # a stop_check may be running, in the thread that holds the lock
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []  # outputs for the next step()
         self._abandoned: deque[str] = deque()  # streams that were dropped; appended to without the lock
         self._next_id = 0
+        self._closed = self._released = False
         self._num_faults = 0  # failed steps since the last good one
-        scheduler.precision = bytes([1] * len(self.layers))
+        scheduler.wanted = bytes([1] * len(self.layers))
+        self.control = control
+        if control is not None:
+            scheduler.mask = control.mask
         self._steps_by_precision = {"full": 0, "fast": 0, "mixed": 0}
         self._num_steps = self._num_tokens = self._num_prefill_tokens = 0
         self._clock = StepClock()
@@ -164,12 +158,47 @@ class Engine:
         and :class:`InvalidRequestError` for an unknown layer or mode; then nothing changes.
         """
         with self._state:
-            self._scheduler.precision = changed(self._scheduler.precision, modes, self.layers)
+            wanted = changed(self._scheduler.wanted, modes, self.layers)
+            if self.control is not None:
+                self.control.check_wanted(wanted)
+            self._scheduler.wanted = wanted
 
     def precision(self) -> dict[int | str, str]:
-        """The mode of each layer (and of the ``"head"``, where it is nested) in steps planned from now on; empty if none can switch."""
+        """The mode of each layer (and of the ``"head"``, where it is nested) in steps planned from now on; empty if none can switch.
+
+        A layer whose residual is lent to the KV cache is fast, whatever :meth:`set_precision` asked for.
+        """
         with self._state:
             return named(self._scheduler.precision, self.layers)
+
+    def restore(self, timeout: float = 60.0) -> None:
+        """Brings all residual bytes back from the host now, so that the model's own weights can be read; nothing to do without lending.
+
+        Raises :class:`MemoryStateError` while requests hold KV blocks in their memory, or after ``timeout`` seconds.
+        """
+        with self._state:
+            if self.control is not None:
+                self.control.restore(timeout)
+
+    def close(self) -> None:
+        """Ends all requests and gives KV and shared memory back; the model's weights are whole again. Nothing can be served afterwards.
+
+        Raises :class:`MemoryStateError` while somebody else holds a tensor over that memory; it can be called again then.
+        """
+        with self._state:
+            self._refuse_while_booking("close")
+            self._closed = True
+            for request_id in self._scheduler.unfinished():
+                self.abort(request_id)
+        while self._drive(lambda: False):
+            pass  # what is on its way comes to its end
+        with self._state:
+            if not self._released:
+                self._runner.release()
+                self._released = True
+            if self.control is not None:
+                self.control.close()
+                self.control = None
 
     def stats(self) -> EngineStats:
         """Counts and times so far."""
@@ -223,6 +252,8 @@ class Engine:
         check_sampling(sampling)
         token_ids = check_prompt(prompt, self.vocab_size)
         with self._state:
+            if self._closed:
+                raise InvalidRequestError("this engine is closed; load and compile the model again to serve requests")
             if request_id is None:
                 request_id = self._unused_id()
             elif request_id in self._mailboxes:
@@ -312,10 +343,14 @@ class Engine:
     def _launch_next(self) -> bool:
         if len(self._flights) >= self._depth or (self._flights and self._flights[-1].error is not None):
             return False
+        if self.control is not None:
+            self.control.before_plan()
         plan = self._scheduler.plan()
+        if self.control is not None:
+            self.control.after_plan()
         if plan is None:
             return False
-        flight = _Flight(plan)
+        flight = Flight(plan)
         self._flights.append(flight)
         try:
             flight.handle = self._runner.launch(plan)
@@ -325,7 +360,7 @@ class Engine:
                 raise
         return True
 
-    def _wait(self, flight: _Flight) -> tuple[StepResult | None, BaseException | None]:
+    def _wait(self, flight: Flight) -> tuple[StepResult | None, BaseException | None]:
         if flight.error is not None:
             return None, flight.error
         start = time.perf_counter()
@@ -338,7 +373,7 @@ class Engine:
         self._clock.waited(time.perf_counter() - start)
         return result, None
 
-    def _settle(self, flight: _Flight, result: StepResult | None, error: BaseException | None) -> None:
+    def _settle(self, flight: Flight, result: StepResult | None, error: BaseException | None) -> None:
         self._flights.popleft()
         if result is not None:
             with self._booked():
@@ -355,6 +390,8 @@ class Engine:
             if isinstance(error, _RUNNER_FAULTS):
                 self._num_faults += 1  # an interrupted launch is not one: it was raised at once
         self._deliver(outputs)
+        if self.control is not None:
+            self.control.after_commit(self._scheduler.num_waiting > 0, not self._scheduler.has_unfinished())
         if self._check:
             self._scheduler.check()
         if error is not None and (result is not None or self._num_faults > 1):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from depthfx.errors import InvalidRequestError
+from depthfx.errors import InvalidRequestError, RequestTooLargeError
 from depthfx.records import SamplingParams
 
 if TYPE_CHECKING:
@@ -93,10 +93,10 @@ class Request:
         self.precision = b""  # in force at admission
         self.num_uniform = -1  # leading tokens that were planned under it; -1: all
 
-    def plan_under(self, precision: bytes) -> None:
-        """Tokens from ``num_planned`` on are planned under ``precision``."""
+    def plan_under(self, precision: bytes, start: int) -> None:
+        """Tokens from ``start`` on are planned under ``precision``."""
         if self.num_uniform < 0 and precision != self.precision:
-            self.num_uniform = self.num_planned
+            self.num_uniform = start
 
     @property
     def num_sharable(self) -> int:
@@ -110,6 +110,30 @@ class Request:
         if self.stop_check is not None and self.stop_check(self.output_ids):
             return "stop"
         return "length" if len(self.output_ids) >= self.max_new_tokens else None
+
+
+def fit_request(request: Request, max_model_len: int, max_kv_tokens: int) -> None:
+    """Lowers ``request.max_new_tokens`` to what fits a context of ``max_model_len`` tokens.
+
+    Raises :class:`InvalidRequestError`, or :class:`RequestTooLargeError` for more than the ``max_kv_tokens`` of KV that one request can have.
+    """
+    name, num_prompt = request.request_id, request.num_prompt
+    if num_prompt < 1:
+        raise InvalidRequestError(f"request {name!r} has an empty prompt; it must have at least one token id: give a start token")
+    if request.sampling.max_new_tokens < 1:
+        raise InvalidRequestError(f"request {name!r} asks for max_new_tokens={request.sampling.max_new_tokens}; it must be at least 1")
+    if num_prompt > max_model_len:
+        raise InvalidRequestError(
+            f"request {name!r} has a prompt of {num_prompt} tokens; at most max_model_len={max_model_len} are allowed: shorten it"
+        )
+    # A prompt that fills the context still yields one token: that token needs no KV.
+    request.max_new_tokens = min(request.sampling.max_new_tokens, max(1, max_model_len - num_prompt))
+    num_needed = num_prompt + request.max_new_tokens - 1  # the last token's KV is never needed
+    if num_needed > max_kv_tokens:
+        raise RequestTooLargeError(
+            f"request {name!r} needs KV for {num_needed} tokens ({num_prompt} of prompt, {request.max_new_tokens} new); "
+            f"one request can have {max_kv_tokens}: shorten it, lower max_new_tokens or give more KV memory"
+        )
 
 
 def check_prompt(prompt_token_ids: Iterable[int], vocab_size: int) -> list[int]:

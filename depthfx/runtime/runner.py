@@ -54,10 +54,14 @@ class Launched:
 class Runner:
     """Runs steps of one program on one device; one stream, steps in the order of ``launch``."""
 
-    def __init__(self, program: Program, shape: RunnerShape, device: torch.device, buckets: tuple[int, ...]) -> None:
-        """``buckets`` are the decode batch sizes to capture as CUDA graphs; empty: every step runs eagerly."""
+    def __init__(
+        self, program: Program, shape: RunnerShape, device: torch.device, buckets: tuple[int, ...], kv_pool: torch.Tensor | None = None
+    ) -> None:
+        """``buckets`` are the decode batch sizes to capture as CUDA graphs; empty: every step runs eagerly. ``kv_pool``: one made elsewhere."""
         self.program, self.shape, self.device = program, shape, device
-        self.kv_pool = torch.zeros(shape.kv.pool_shape(shape.num_blocks), dtype=shape.kv_dtype, device=device)
+        if kv_pool is None:
+            kv_pool = torch.zeros(shape.kv.pool_shape(shape.num_blocks), dtype=shape.kv_dtype, device=device)
+        self.kv_pool = kv_pool
         # one element more than the tables need: padding writes go there
         self._tables_flat = torch.zeros(shape.num_table_rows * shape.blocks_per_row + 1, dtype=torch.int32, device=device)
         self.block_tables = self._tables_flat[:-1].view(shape.num_table_rows, shape.blocks_per_row)
@@ -70,6 +74,13 @@ class Runner:
         # tokens of the last step, read by the next one's decode rows; never reallocated (captured graphs hold it)
         self.last_tokens = torch.zeros(max(shape.num_table_rows, 1), dtype=torch.int64, device=device)
         self.graphs = DecodeGraphs(self, buckets)
+
+    def release(self) -> None:
+        """Waits for the device and lets go of graphs and KV pool; nothing can be launched afterwards."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self.graphs = DecodeGraphs(self, ())
+        del self.kv_pool
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:

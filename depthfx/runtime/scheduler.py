@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import and_, attrgetter
 
 from depthfx.alloc.manager import MemoryManager
-from depthfx.errors import InternalError, InvalidRequestError, NonFiniteLogitsError, RequestTooLargeError, SettingError
+from depthfx.errors import InternalError, InvalidRequestError, NonFiniteLogitsError, SettingError
 from depthfx.records import Chunk, StepPlan, StepResult
-from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status
+from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status, fit_request
 
 _by_arrival = attrgetter("arrival")
 
@@ -64,7 +64,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_chunk_tokens = max_chunk_tokens
         self.max_model_len = max_model_len
-        self.precision = b""  # of the steps planned from here on; see `depthfx.runtime.precision`
+        self.wanted = b""  # precision that the user asks for; see `depthfx.runtime.precision`
+        self.mask: Callable[[], bytes] = bytes  # which entries may be full now; empty: all
         self.num_preemptions = 0
         self.num_reused_tokens = 0
         self._requests: dict[str, Request] = {}  # all that have not ended
@@ -74,6 +75,12 @@ class Scheduler:
         self._next_step = 0
         self._next_arrival = 0
         self._blocked: tuple[str, int] | None = None  # the request that found no room, and the manager's release count then
+
+    @property
+    def precision(self) -> bytes:
+        """Of a step whose blocks are all taken: what is wanted, where memory allows it."""
+        mask = self.mask()
+        return bytes(map(and_, self.wanted, mask)) if mask else self.wanted
 
     @property
     def num_running(self) -> int:
@@ -89,34 +96,24 @@ class Scheduler:
         """Whether a request has not ended, or a step has not been committed."""
         return bool(self._requests or self._steps)
 
+    def unfinished(self) -> list[str]:
+        """The ids of all requests that have not ended."""
+        return list(self._requests)
+
     def knows(self, request_id: str) -> bool:
         """Whether an unfinished request has this id."""
         return request_id in self._requests
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises :class:`InvalidRequestError`, or :class:`RequestTooLargeError` if it could never be served."""
-        name, num_prompt = request.request_id, request.num_prompt
-        if name in self._requests:
-            raise InvalidRequestError(f"request id {name!r} is in use; ids must be unique among unfinished requests: choose another")
-        if num_prompt < 1:
-            raise InvalidRequestError(f"request {name!r} has an empty prompt; it must have at least one token id: give a start token")
-        if request.sampling.max_new_tokens < 1:
-            raise InvalidRequestError(f"request {name!r} asks for max_new_tokens={request.sampling.max_new_tokens}; it must be at least 1")
-        if num_prompt > self.max_model_len:
+        if request.request_id in self._requests:
             raise InvalidRequestError(
-                f"request {name!r} has a prompt of {num_prompt} tokens; at most max_model_len={self.max_model_len} are allowed: shorten it"
+                f"request id {request.request_id!r} is in use; ids must be unique among unfinished requests: choose another"
             )
-        # A prompt that fills the context still yields one token: that token needs no KV.
-        request.max_new_tokens = min(request.sampling.max_new_tokens, max(1, self.max_model_len - num_prompt))
-        num_needed = num_prompt + request.max_new_tokens - 1  # the last token's KV is never needed
-        if not self.manager.can_ever_fit(num_needed):
-            raise RequestTooLargeError(
-                f"request {name!r} needs KV for {num_needed} tokens ({num_prompt} of prompt, {request.max_new_tokens} new); "
-                f"one request can have {self.manager.max_request_tokens}: shorten it, lower max_new_tokens or give more KV memory"
-            )
+        fit_request(request, self.max_model_len, self.manager.max_request_tokens)
         request.arrival = self._next_arrival
         self._next_arrival += 1
-        self._requests[name] = request
+        self._requests[request.request_id] = request
         self._waiting.append(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -161,7 +158,10 @@ class Scheduler:
                 break
         if not decodes and not prefills:
             return self.plan() if preempted else None  # all who ran were preempted: one of them can be admitted again
-        plan = StepPlan(self._next_step, tuple(decodes), tuple(prefills), self.manager.take_table_writes(), self.precision)
+        precision = self.precision  # now that no more blocks are taken
+        for request, chunk in zip((*decoding, *prefilling), (*decodes, *prefills)):
+            request.plan_under(precision, chunk.start)
+        plan = StepPlan(self._next_step, tuple(decodes), tuple(prefills), self.manager.take_table_writes(), precision)
         self._next_step += 1
         self._steps.append(_Step(plan, (*decoding, *prefilling)))
         return plan
@@ -256,7 +256,6 @@ class Scheduler:
 
     def _decode_chunk(self, request: Request, row: int) -> Chunk:
         start, pending = request.num_planned, request.num_pending
-        request.plan_under(self.precision)
         chunk = Chunk(
             request.request_id,
             request.table_row,
@@ -275,7 +274,6 @@ class Scheduler:
 
     def _prefill_chunk(self, request: Request, budget: int, row: int) -> Chunk:
         start = request.num_planned
-        request.plan_under(self.precision)
         token_ids = tuple(request.token_ids[start : start + budget])
         samples = start + len(token_ids) == len(request.token_ids)
         wants_history = request.fresh and request.sampling.repetition_penalty != 1.0
@@ -316,7 +314,8 @@ class Scheduler:
         if self._blocked == (request.request_id, manager.num_releases):
             return False
         # One block of headroom for each running request, so that the newcomer is not preempted right away.
-        place = manager.admit(request.request_id, request.token_ids, self.precision + request.salt, headroom=len(self._running))
+        precision = self.precision
+        place = manager.admit(request.request_id, request.token_ids, precision + request.salt, headroom=len(self._running))
         if place is None:
             self._blocked = (request.request_id, manager.num_releases)
             return False
@@ -324,7 +323,7 @@ class Scheduler:
         self._waiting.popleft()
         request.status = Status.RUNNING
         request.holds_blocks = True
-        request.precision = self.precision
+        request.precision = precision
         request.table_row = place.table_row
         request.num_planned = request.num_computed = place.reused_tokens
         request.num_backed = -(-len(request.token_ids) // manager.block_tokens) * manager.block_tokens

@@ -1,0 +1,279 @@
+"""When units are lent and when they come back: the engine asks before and after each plan, launch and commit.
+
+Lending itself happens in `MemoryManager`, inside `admit` and `grow`, without any wait. What this file adds is order:
+
+    before_plan    residuals that the worker has copied back count as there; the next plan may read them
+    mask           what the plan may read, once all its blocks are taken
+    after_plan     copies into units that were lent meanwhile stop, the step waits (on the device) for chunks under way, then
+                   the lent bytes are cleared: garbage read as keys and values could be NaN (also after a plan that came to nothing)
+    after_commit   units that nobody needs any more are closed and handed to the worker, behind an event after the last launched step
+
+Thresholds are shares of the KV blocks that are open (paper DPS, section IV.D: kappa_H and kappa_L), with a dwell time against flapping.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from depthfx.alloc.manager import MemoryManager
+from depthfx.alloc.unified_memory import POISON
+from depthfx.errors import DepthfxError, MemoryStateError, RestoreError, UnsupportedOptionError
+from depthfx.runtime.elastic_memory import SharedMemory
+from depthfx.settings import ElasticMemory
+
+MAX_RESTORING = 32  # units handed to the worker and not yet back; more would only be harder to cancel
+RETRY_SECONDS = 1.0  # after a copy failed
+
+
+@dataclass(frozen=True)
+class ElasticStats:
+    """Counts since the engine was made. ``restored_bytes`` over ``restore_seconds`` is the rate of the link while it was used."""
+
+    num_lends: int
+    num_restores: int
+    num_cancels: int
+    num_failures: int
+    restored_bytes: int
+    restore_seconds: float
+
+
+class ElasticControl:
+    """Lends and restores for one engine; all methods are called by whoever drives it, under the engine's lock."""
+
+    def __init__(
+        self, shared: SharedMemory, manager: MemoryManager, settings: ElasticMemory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        assert manager.region is not None
+        self.shared, self.manager, self.settings = shared, manager, settings
+        self.region = manager.region
+        self.num_failures = 0
+        self._clock = clock
+        self._device = shared.worker.device
+        self._counted = (shared.worker.copied_bytes, shared.worker.seconds_busy)  # the copies at start-up
+        self._stream = torch.cuda.default_stream(self._device) if self._device.type == "cuda" else None
+        self._home = shared.memory.home_bytes_tensor()
+        self._num_clean = 0  # units [0, _num_clean) are open to KV and were cleared
+        self._calm_since: float | None = None
+        self._retry_at = 0.0
+        self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
+        self._seen: bytes | None = None
+        self._mask = b""
+        self._bare = [index for index, span in enumerate(shared.layout.spans) if span == (0, 0)]
+        if settings.policy == "static_fast":
+            manager.lend(shared.layout.num_units)
+        for weight, _ in shared.weights:
+            for module in weight.modules:
+                module.guard = self._guard(weight.entry)
+
+    def mask(self) -> bytes:
+        """``[entries]``: 1 where steps planned now may run in full precision."""
+        resident = self.region.resident()
+        if resident is not self._seen:
+            self._seen, mask = resident, bytearray(resident)
+            moving = [flag for index, flag in enumerate(resident) if index not in self._bare]
+            if not any(moving) or (self.settings.whole_model and not all(moving)):
+                mask = bytearray(len(resident))  # entries without residual run alike in both modes; all fast is the quicker step
+            self._mask = bytes(mask)
+        return self._mask
+
+    def check_wanted(self, state: bytes) -> None:
+        """Raises :class:`UnsupportedOptionError` for full precision under a policy whose residuals are lent for good."""
+        if self.settings.policy == "static_fast" and any(flag for index, flag in enumerate(state) if index not in self._bare):
+            raise UnsupportedOptionError(
+                "set_precision: memory policy 'static_fast' lent all residual bytes to the KV cache for good; compile with policy='elastic'"
+            )
+
+    def before_plan(self) -> None:
+        """Books what the worker has copied back, and lends ahead of need where ``high`` asks for it."""
+        self._collect()
+        if self.settings.high < 1.0 and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:
+            self.manager.lend()
+
+    def after_plan(self) -> None:
+        """Stops copies into units that were lent since the last call and clears these, in the order of the steps."""
+        cancelled = self.manager.take_cancelled()
+        first, end = self._num_clean, self.region.num_open_units
+        if end <= first:
+            return
+        self._calm_since = None
+        with self._on_stream():
+            for unit in cancelled:
+                self._stop_copy(unit)
+            size = self.shared.layout.unit_bytes
+            self._home[first * size : end * size].fill_(POISON if self.settings.verify else 0)
+        self._num_clean = end
+
+    def after_commit(self, waiting: bool, idle: bool) -> None:
+        """Begins restores where load allows: nobody is ``waiting`` for room, and what is held fits well into what would be left.
+
+        ``idle``: there is no request left, so nothing is waited for.
+        """
+        self._collect()
+        now = self._clock()
+        if self._to_retry and now >= self._retry_at:
+            for unit in sorted(self._to_retry):
+                self._to_retry.discard(unit)
+                self._submit(unit, None)
+        if waiting or not self._spare() or self.settings.policy == "static_fast" or now < self._retry_at:
+            self._calm_since = None
+            return
+        if self._calm_since is None:
+            self._calm_since = now
+        if idle or now - self._calm_since >= self.settings.dwell_s:
+            self._restore()
+
+    def restore(self, timeout: float) -> None:
+        """Bring every residual back now, whatever the thresholds; raises :class:`MemoryStateError` while KV blocks are in the way."""
+        end = time.monotonic() + timeout
+        while not all(self.region.resident()):
+            self._collect()
+            self._restore(forced=True)
+            if self.region.num_restoring == 0 and not all(self.region.resident()):
+                raise MemoryStateError(
+                    "residuals cannot be restored while requests hold KV blocks in their memory; finish or abort them first"
+                )
+            if time.monotonic() > end:
+                raise MemoryStateError(f"residuals were not back within {timeout} s; {self.region.num_restoring} units are under way")
+            self.shared.worker.wait_idle(0.05)
+
+    def weights_changed(self) -> None:
+        """Take the host's copy anew; raises :class:`MemoryStateError` while residuals are lent."""
+        if not all(self.region.resident()):
+            raise MemoryStateError(
+                "weights were changed while residuals are lent to the KV cache; call engine.restore() before changing them"
+            )
+        self.shared.back_up()
+
+    def close(self) -> None:
+        """Gives all shared memory back; the model's weights are whole again. The KV pool must be gone, and no step queued."""
+        del self._home
+        self.shared.dissolve()
+
+    def stats(self) -> ElasticStats:
+        """Counts so far."""
+        region, worker = self.region, self.shared.worker
+        restored = worker.copied_bytes - self._counted[0], worker.seconds_busy - self._counted[1]
+        return ElasticStats(region.num_lends, region.num_restores, region.num_cancels, self.num_failures, *restored)
+
+    def _spare(self) -> bool:
+        """Whether the highest lent unit is empty and what is held would fit well without it."""
+        if self.region.next_to_restore() is None or self.region.num_restoring >= MAX_RESTORING:
+            return False
+        left = self.manager.open_blocks - self.shared.layout.blocks_per_unit
+        return self.manager.held_blocks <= self.settings.low * left
+
+    def _restore(self, forced: bool = False) -> None:
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(self._stream)  # behind every launched step, and no step is planned without being launched
+        while self._spare() or (forced and self.region.next_to_restore() is not None):
+            unit = self.region.next_to_restore()
+            assert unit is not None
+            self.manager.begin_restore(unit)
+            self._num_clean = min(self._num_clean, unit)
+            self._submit(unit, event)
+
+    def _submit(self, unit: int, event: torch.cuda.Event | None) -> None:
+        target = self._home[slice(*self.shared.layout.pieces_of(unit))]
+        try:
+            self.shared.worker.submit(unit, target, self.shared.backup.unit(unit), event)
+        except DepthfxError as error:
+            self._fail(unit, error)
+
+    def _stop_copy(self, unit: int) -> None:
+        self._to_retry.discard(unit)
+        try:
+            event = self.shared.worker.cancel(unit)
+        except MemoryStateError:
+            return  # it was never handed over, or the worker has ended
+        if event is not None and self._stream is not None:
+            self._stream.wait_event(event)
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                done = self.shared.worker.poll()
+                break
+            except RestoreError as error:
+                self._fail(error.unit, error)
+        for unit in done:
+            self.manager.finish_restore(unit)
+        if done and self.settings.verify:
+            self._verify(done)
+
+    def _verify(self, units: list[int]) -> None:
+        resident = self.region.resident()
+        for entry in {e for unit in units for e in self.shared.layout.entries_of(unit) if resident[e]}:
+            with self._on_stream():
+                self.shared.backup.verify(self._home, *self.shared.layout.spans[entry])
+
+    def _fail(self, unit: int | None, error: Exception) -> None:
+        self.num_failures += 1
+        self._retry_at = self._clock() + RETRY_SECONDS
+        if unit is not None:
+            self._to_retry.add(unit)
+        warnings.warn(f"a residual was not restored, its layer stays in fast precision and is tried again: {error}", stacklevel=2)
+
+    def _guard(self, entry: int) -> Callable[[], None]:
+        def check() -> None:
+            if not self.region.resident()[entry]:
+                raise MemoryStateError(
+                    f"the residual bytes of layer {entry} are lent to the KV cache, so its full weight cannot be read now; "
+                    "finish or abort the requests and call engine.restore() first"
+                )
+
+        return check
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+class PrecisionSwitch:
+    """The policy ``nested_resident``: fast while held blocks are above ``high``, full again below ``low`` for a while; nothing is lent."""
+
+    def __init__(
+        self, manager: MemoryManager, num_entries: int, settings: ElasticMemory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.manager, self.settings = manager, settings
+        self._masks = {True: bytes([1] * num_entries), False: bytes(num_entries)}
+        self._full = True
+        self._clock = clock
+        self._calm_since: float | None = None
+
+    def mask(self) -> bytes:
+        """As :meth:`ElasticControl.mask`."""
+        return self._masks[self._full]
+
+    def restore(self, timeout: float) -> None:
+        """Nothing was lent."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def check_wanted(self, state: bytes) -> None:
+        """Every state is possible."""
+
+    def before_plan(self) -> None:
+        """Fast from here on if the KV cache is as full as ``high`` says."""
+        share = self.manager.held_blocks / self.manager.num_blocks
+        if share >= min(self.settings.high, 1.0 - 1.0 / self.manager.num_blocks):
+            self._full, self._calm_since = False, None
+
+    def after_plan(self) -> None:
+        """Nothing to do."""
+
+    def after_commit(self, waiting: bool, idle: bool) -> None:
+        """Full again once pressure has been away for the dwell time."""
+        if self._full or waiting or self.manager.held_blocks > self.settings.low * self.manager.num_blocks:
+            self._calm_since = None
+            return
+        now = self._clock()
+        self._calm_since = now if self._calm_since is None else self._calm_since
+        self._full = idle or now - self._calm_since >= self.settings.dwell_s

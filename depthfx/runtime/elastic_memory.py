@@ -1,0 +1,179 @@
+"""Semi-unified memory of one engine: residuals and KV blocks over the same units, the host's copy, and the worker that restores.
+
+Built once, between the measurement of activations and the capture of graphs: residual bytes go to the host (their only way there),
+units are made in the memory that this frees, and the bytes come back to their home addresses, which program and model read from then on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from depthfx.alloc.backup import HostBackup
+from depthfx.alloc.physical_backend import PHYSICAL, PhysicalBackend
+from depthfx.alloc.restore_worker import RestoreWorker
+from depthfx.alloc.unified_memory import ALIGNMENT, UnifiedMemory
+from depthfx.alloc.units import UnitLayout
+from depthfx.errors import PhysicalMemoryError, RestoreError, SettingError
+from depthfx.lowering.stored_weight import StoredWeight
+from depthfx.records import KvShape
+from depthfx.report import CompileReport
+from depthfx.settings import ElasticMemory
+
+MIB = 1 << 20
+
+
+@dataclass
+class SharedMemory:
+    """What :func:`share_memory` built; :meth:`dissolve` gives it back."""
+
+    layout: UnitLayout
+    memory: UnifiedMemory
+    backup: HostBackup
+    worker: RestoreWorker
+    weights: list[tuple[StoredWeight, int]]  # each residual tensor and its first byte in the home range
+
+    def kv_pool(self, kv: KvShape, dtype: torch.dtype) -> torch.Tensor:
+        """The KV pool ``[blocks, L, 2, Hkv, B, D]`` over base blocks and units; base blocks are zero, units hold residuals."""
+        pool = self.memory.kv_tensor(kv.pool_shape(self.layout.num_blocks), dtype)
+        pool[: self.layout.num_base_blocks].zero_()
+        return pool
+
+    def back_up(self) -> None:
+        """Take the host's copy anew, after weights were changed in place; all units must hold their residuals."""
+        for weight, first in self.weights:
+            self.backup.put(first, weight.lower.reshape(-1))
+
+    def dissolve(self) -> None:
+        """Residuals back to ordinary memory, everything else given back. No step may be queued, and the KV pool must be gone.
+
+        Raises :class:`MemoryStateError` while tensors over the units live; the weights are then whole only after another call.
+        """
+        self.worker.close()
+        for weight, _ in self.weights:
+            weight.move(lower=_no_memory(weight.lower))
+        self.memory.close()
+        self._whole_again()
+        self.backup.close()
+        self.weights.clear()
+
+    def _whole_again(self) -> None:
+        for weight, first in self.weights:
+            for module in weight.modules:
+                module.guard = None
+            content = self.backup.bytes(first, weight.lower.numel())
+            weight.move(lower=content.to(weight.upper.device, copy=True).view(weight.lower.shape))
+
+
+# What outlived its engine while tensors over it were still alive; tried again at the next chance.
+_left_over: list[tuple[RestoreWorker, UnifiedMemory, HostBackup]] = []
+
+
+def reclaim(worker: RestoreWorker, memory: UnifiedMemory, backup: HostBackup) -> None:
+    """Give back the memory of an engine that was forgotten without being closed; what is still in use is tried again later."""
+    _left_over.append((worker, memory, backup))
+    for left in list(_left_over):
+        try:
+            for part in left:
+                part.close()
+        except (PhysicalMemoryError, RestoreError):
+            continue
+        _left_over.remove(left)
+
+
+def plan_units(weights: Sequence[StoredWeight], kv: KvShape, num_entries: int, num_base_blocks: int, settings: ElasticMemory,
+               granularity: int) -> tuple[UnitLayout, list[tuple[StoredWeight, int]]]:  # fmt: skip
+    """Where every residual tensor and unit lies: entries one after another in lending order, tensors at multiples of 256 bytes.
+
+    Raises :class:`SettingError` for an ``order`` that names an unknown layer, or if nothing can be lent.
+    """
+    order = _lending_order(settings.order, kv.num_layers, num_entries)
+    block = kv.block_bytes
+    smallest = math.lcm(block, granularity)
+    unit = max(1, round(settings.unit_mib * MIB / smallest)) * smallest
+    spans, placed, at = [(0, 0)] * num_entries, [], 0
+    for entry in order:
+        first = at
+        for weight in (w for w in weights if w.entry == entry):
+            placed.append((weight, at))
+            at += -(-weight.lower.numel() // ALIGNMENT) * ALIGNMENT
+        spans[entry] = (first, at) if at > first else (0, 0)
+    if not placed:
+        raise SettingError("setting memory: no weight of this model has residual bytes to lend (see explain()); leave memory out")
+    return UnitLayout(unit, unit // block, num_base_blocks, tuple(spans)), placed
+
+
+def share_memory(
+    weights: Sequence[StoredWeight], kv: KvShape, num_entries: int, num_base_blocks: int, settings: ElasticMemory, device: torch.device,
+    report: CompileReport,
+) -> SharedMemory:  # fmt: skip
+    """Move the residuals of ``weights`` into units that KV can borrow. Call before graphs are captured, with no work queued.
+
+    Raises :class:`HostMemoryError`, :class:`PhysicalMemoryError` or :class:`SettingError`; then the residuals are back in ordinary memory.
+    """
+    cuda = device.type == "cuda"
+    if _left_over:
+        reclaim(*_left_over.pop())
+    backend = _backend(device)
+    layout, placed = plan_units(weights, kv, num_entries, num_base_blocks, settings, backend.granularity())
+    used = max(end for _, end in layout.spans)
+    backup = HostBackup(used, layout.unit_bytes, pin=cuda)
+    for weight, first in placed:
+        backup.put(first, weight.lower.reshape(-1))
+        weight.move(lower=_no_memory(weight.lower))
+    if cuda:
+        for weight, _ in placed:  # a persistent half whose neighbour is gone moves beside another one, and whole segments become free
+            weight.move(upper=weight.upper.clone())
+        torch.cuda.empty_cache()
+    try:
+        memory = UnifiedMemory.build(backend, layout, num_base_blocks * kv.block_bytes)
+    except BaseException:
+        for weight, first in placed:
+            weight.move(lower=backup.bytes(first, weight.lower.numel()).to(device).view(weight.lower.shape))
+        backup.close()
+        backend.close()
+        raise
+    worker = RestoreWorker(device)
+    home = memory.home_bytes_tensor()
+    pieces = [home[slice(*layout.pieces_of(unit))] for unit in range(layout.num_units)]
+    copied = worker.copy_all(pieces, [backup.unit(unit) for unit in range(layout.num_units)])
+    if copied is not None:
+        copied.synchronize()
+    for weight, first in placed:
+        weight.move(lower=memory.home_tensor(first, weight.lower.shape, torch.uint8))
+    _describe(layout, used, kv, report)
+    return SharedMemory(layout, memory, backup, worker, placed)
+
+
+def _lending_order(order: tuple[int, ...] | None, num_layers: int, num_entries: int) -> list[int]:
+    unknown = [layer for layer in order or () if not 0 <= layer < num_layers]
+    if unknown:
+        raise SettingError(f"memory order names layer {unknown[0]}; the model has layers 0 to {num_layers - 1}")
+    first = list(order or ())
+    return first + [entry for entry in range(num_entries) if entry not in first]
+
+
+def _backend(device: torch.device) -> PhysicalBackend:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return PHYSICAL.get("cuda_vmm")()
+    return PHYSICAL.get("memfd")()
+
+
+def _no_memory(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape of ``like`` over one byte."""
+    return like.new_zeros(1).expand(like.shape)
+
+
+def _describe(layout: UnitLayout, used: int, kv: KvShape, report: CompileReport) -> None:
+    spare = layout.num_units * layout.unit_bytes - used
+    report.add(
+        "memory",
+        f"shared with residuals: {layout.num_units} units of {layout.unit_bytes / MIB:.2f} MiB, {layout.blocks_per_unit} KV blocks each; "
+        f"up to {layout.num_blocks} blocks in all, {layout.num_blocks / max(1, layout.num_base_blocks):.2f} times the base; "
+        f"{spare / MIB:.2f} MiB ({spare / (layout.num_units * layout.unit_bytes):.1%}) of the units hold no residual",
+    )
+    report.add("memory", f"host copy of residuals: {used / MIB:,.2f} MiB")

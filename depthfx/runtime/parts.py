@@ -1,0 +1,55 @@
+"""What the engine asks of the parts that it drives, and a step on its way through them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from depthfx.records import StepPlan, StepResult
+
+
+class StepRunner(Protocol):
+    """Computes steps; all of them in launch order, on one stream."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Queues the step's work, returns a handle at once."""
+
+    def release(self) -> None:
+        """Gives memory back; called once, when nothing is queued any more."""
+
+    def wait(self, handle: Any) -> StepResult:
+        """Blocks until the step is done. May be called again with the same handle if it was interrupted."""
+
+
+class MemoryControl(Protocol):
+    """Lets memory follow load, see :mod:`depthfx.runtime.elastic`; called by the driver, in this order."""
+
+    def mask(self) -> bytes:
+        """Which entries may be full in steps planned now."""
+
+    def restore(self, timeout: float) -> None:
+        """Brings everything back that was lent."""
+
+    def close(self) -> None:
+        """Gives everything back; called once, after the runner's release."""
+
+    def check_wanted(self, state: bytes) -> None:
+        """Raises where a state of precision can never be had."""
+
+    def before_plan(self) -> None:
+        """Takes in what came back."""
+
+    def after_plan(self) -> None:
+        """Makes sure that what was lent can be written by the step that is launched next."""
+
+    def after_commit(self, waiting: bool, idle: bool) -> None:
+        """Gives back what is not needed."""
+
+
+@dataclass
+class Flight:
+    """A planned step and its handle."""
+
+    plan: StepPlan
+    handle: Any = None
+    error: BaseException | None = None  # the launch failed
