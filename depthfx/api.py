@@ -30,6 +30,7 @@ from depthfx.runtime.precision import entry_names
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, runner_shape, size_kv_blocks
+from depthfx.runtime.timeline import Timeline
 from depthfx.runtime.warmup import precompile_kernels
 from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings, cache_dir
@@ -56,7 +57,8 @@ def compile(model: PreTrainedModel, settings: Settings | None = None, **override
         _check_architecture(model)
         _check_weights(model, resolved)
         with _on_default_stream(next(model.parameters()).device):
-            compiled = Compiled(*_build_engine(model, resolved, report), report, resolved)
+            engine, watch, kv_block_bytes = _build_engine(model, resolved, report)
+            compiled = Compiled(engine, watch, report, resolved, kv_block_bytes)
     except UnsupportedModelError as error:
         if resolved.on_unsupported == "raise":
             raise
@@ -88,7 +90,8 @@ def _on_default_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> tuple[Engine, WeightWatch]:
+def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> tuple[Engine, WeightWatch, int]:
+    """Everything behind the model; also the bytes of one KV block."""
     device = next(model.parameters()).device
     cuda = device.type == "cuda"
     if settings.cuda_graphs and not cuda:
@@ -120,12 +123,13 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
     lookahead = settings.lookahead if settings.lookahead is not None else cuda
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
     layers = entry_names(program.kv_shape.num_layers, settings.nested_head) if settings.weights == "nested" else ()
-    engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers, control)
+    timeline = Timeline(program.kv_shape.block_bytes) if settings.memory is not None else None
+    engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers, control, timeline)
     on_change = [program.refill_tables, engine.forget_prefixes]
     if isinstance(control, ElasticControl):
         on_change.append(control.weights_changed)
         weakref.finalize(engine, reclaim, control.shared.worker, control.shared.memory, control.shared.backup)
-    return engine, WeightWatch(model, on_change)
+    return engine, WeightWatch(model, on_change), program.kv_shape.block_bytes
 
 
 def _share(program: Program, num_blocks: int, settings: Settings, device: torch.device, report: CompileReport) -> SharedMemory | None:

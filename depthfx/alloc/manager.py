@@ -97,6 +97,11 @@ class MemoryManager:
         return self._pool.num_held
 
     @property
+    def cached_blocks(self) -> int:
+        """Blocks that nobody holds and that are still findable by their content."""
+        return self._pool.num_cached
+
+    @property
     def open_blocks(self) -> int:
         """Blocks that are KV now, held or not: base blocks and those of lent units."""
         return self._pool.num_open

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from depthfx.errors import DepthfxError, InternalError, InvalidRequestError
 from depthfx.records import SamplingParams, StepResult
 from depthfx.runtime.collect import Asked, Collection
-from depthfx.runtime.metrics import EngineStats, StepClock
+from depthfx.runtime.metrics import EngineStats, StepClock, StepCounts
 from depthfx.runtime.parts import Flight, MemoryControl, StepRunner
-from depthfx.runtime.precision import Modes, changed, named, summary
+from depthfx.runtime.precision import Modes, changed, named
 from depthfx.runtime.request import Request, RequestOutput, StopCheck, check_prompt, check_sampling, check_token
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.stream import TokenStream
+from depthfx.runtime.timeline import MemorySample, Timeline
 
 # What a runner may raise for one step without ending the engine. Anything else is a defect and comes straight through.
 _RUNNER_FAULTS = (RuntimeError, MemoryError, ArithmeticError, ValueError, OSError, DepthfxError)
@@ -28,7 +29,7 @@ class Engine:
     One thread at a time drives: it plans, launches, waits and commits; others may add, abort and read meanwhile.
     ``lookahead``: the next step is launched before the previous one is waited for. ``check``: prove the invariants of
     memory after every step. ``layers`` names the entries of precision that can be switched, all full at first; none by default.
-    ``control`` moves memory between weights and KV.
+    ``control`` moves memory between weights and KV; ``timeline`` keeps samples of who owned it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Engine:
         check: bool,
         layers: Sequence[int | str] = (),
         control: MemoryControl | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.vocab_size = vocab_size
@@ -61,8 +63,8 @@ class Engine:
         self.control = control
         if control is not None:
             scheduler.mask = control.mask
-        self._steps_by_precision = {"full": 0, "fast": 0, "mixed": 0}
-        self._num_steps = self._num_tokens = self._num_prefill_tokens = 0
+        self._timeline = timeline
+        self._counts = StepCounts()
         self._clock = StepClock()
 
     def add(
@@ -142,7 +144,7 @@ class Engine:
         value = check_token(token, self.vocab_size)
         with self._state, self._booked():
             output = self._scheduler.push_token(request_id, value)
-            self._num_tokens += 1
+            self._counts.num_tokens += 1
             self._state.notify_all()
             return output
 
@@ -203,20 +205,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts and times so far."""
         with self._state:
-            scheduler, steps = self._scheduler, max(1, self._num_steps)
-            return EngineStats(
-                num_steps=self._num_steps,
-                num_tokens=self._num_tokens,
-                num_prefill_tokens=self._num_prefill_tokens,
-                num_preemptions=scheduler.num_preemptions,
-                num_reused_tokens=scheduler.num_reused_tokens,
-                steps_by_precision=dict(self._steps_by_precision),
-                num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
-                kv=scheduler.manager.usage(),
-                host_seconds_per_step=self._clock.host_seconds / steps,
-                exposed_seconds_per_step=self._clock.exposed_seconds / steps,
-            )
+            return self._counts.stats(self._scheduler, self._clock)
+
+    def timeline(self) -> list[MemorySample]:
+        """Who owned memory since the engine was made, oldest first, and now; empty unless compiled with ``memory`` settings."""
+        with self._state:
+            return [] if self._timeline is None else self._timeline.samples(self._scheduler)
 
     # -- requests and mailboxes
 
@@ -272,7 +266,7 @@ class Engine:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            self._num_tokens += len(output.new_token_ids)
+            self._counts.num_tokens += len(output.new_token_ids)
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is None:
                 self._unclaimed.append(output)
@@ -379,9 +373,7 @@ class Engine:
             with self._booked():
                 outputs = self._scheduler.commit(result)
             self._num_faults = 0
-            self._num_steps += 1
-            self._steps_by_precision[summary(flight.plan.precision)] += 1
-            self._num_prefill_tokens += flight.plan.num_tokens - len(flight.plan.decodes)
+            self._counts.add(flight.plan)
             # a stop_check that was interrupted: whoever drives must notice
             error = next((o.error for o in outputs if o.error is not None and not isinstance(o.error, Exception)), None)
         else:
@@ -392,6 +384,8 @@ class Engine:
         self._deliver(outputs)
         if self.control is not None:
             self.control.after_commit(self._scheduler.num_waiting > 0, not self._scheduler.has_unfinished())
+        if self._timeline is not None:
+            self._timeline.record(self._scheduler, flight.plan.precision)
         if self._check:
             self._scheduler.check()
         if error is not None and (result is not None or self._num_faults > 1):

@@ -1,4 +1,4 @@
-"""What the engine counts: a frozen record for users, and the clock that tells hidden host time from exposed host time."""
+"""What the engine counts: a frozen record for users, the counts behind it, and the clock that tells hidden host time from exposed one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass
 
 from depthfx.alloc.usage import BlockUsage
+from depthfx.records import StepPlan
+from depthfx.runtime.precision import summary
+from depthfx.runtime.scheduler import Scheduler
 
 # A wait shorter than this did not block: the device was done before the host came back.
 _NO_WAIT_SECONDS = 50e-6
@@ -57,3 +60,34 @@ class StepClock:
         if seconds < _NO_WAIT_SECONDS:
             self.exposed_seconds += self._unsettled
         self._unsettled = 0.0
+
+
+class StepCounts:
+    """Adds up what booked steps did."""
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_tokens = self.num_prefill_tokens = 0
+        self.by_precision = {"full": 0, "fast": 0, "mixed": 0}
+
+    def add(self, plan: StepPlan) -> None:
+        """A step was booked; its tokens are counted where they are handed out."""
+        self.num_steps += 1
+        self.by_precision[summary(plan.precision)] += 1
+        self.num_prefill_tokens += plan.num_tokens - len(plan.decodes)
+
+    def stats(self, scheduler: Scheduler, clock: StepClock) -> EngineStats:
+        """The record for users."""
+        steps = max(1, self.num_steps)
+        return EngineStats(
+            num_steps=self.num_steps,
+            num_tokens=self.num_tokens,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_reused_tokens=scheduler.num_reused_tokens,
+            steps_by_precision=dict(self.by_precision),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv=scheduler.manager.usage(),
+            host_seconds_per_step=clock.host_seconds / steps,
+            exposed_seconds_per_step=clock.exposed_seconds / steps,
+        )

@@ -14,6 +14,7 @@ from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.report import CompileReport
 from depthfx.runtime import generation
 from depthfx.runtime.engine import Engine
+from depthfx.runtime.memory_report import memory_text
 from depthfx.runtime.precision import Modes
 from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings
@@ -32,6 +33,7 @@ class Compiled:
     weights: WeightWatch | None
     report: CompileReport
     settings: Settings
+    kv_block_bytes: int = 0
 
     def follow_weights(self, model: torch.nn.Module) -> None:
         """Let the engine see weights that were changed in place; raises for weights that were replaced."""
@@ -60,6 +62,14 @@ class DepthModel:
     def explain(self) -> str:
         """What was recognised, rewritten and compiled, and why anything was not."""
         return self._depthfx.report.text()
+
+    def memory(self) -> str:
+        """Who owns each byte now: weights, residuals lent and restored, KV by state, the host's copy; and what has moved so far.
+
+        Works with and without ``memory`` settings, on any device, also while requests run (on a step's boundary). Takes time for each
+        KV block and unit: to look at, not to poll. ``engine.timeline()`` is the course of the same numbers.
+        """
+        return memory_text(self, self._depthfx.engine, self._depthfx.kv_block_bytes)  # type: ignore[arg-type]
 
     def set_precision(self, modes: Modes) -> None:
         """``"full"`` (every bit of the FP16 weights) or ``"fast"`` (their FP8 bytes) for all layers, or ``{layer: mode}`` for some.
