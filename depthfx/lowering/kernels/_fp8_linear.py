@@ -13,6 +13,7 @@ import torch
 from depthfx.lowering.kernels import quantize_rows
 from depthfx.lowering.kernels._dual_weight import E4M3, coding_of, powers_of_two
 
+ROW_STEP = 64  # products have a multiple of so many rows: for each number that it has not met, cuBLAS searches for an algorithm
 MIN_ROWS = 65  # below, `_hopper_stream` is faster, and keeps 16-bit activations
 
 
@@ -49,10 +50,11 @@ def launch_fp8(
 ) -> torch.Tensor:
     """``x W^T + bias`` [T, N] in the dtype of x, with activations rounded to E4M3 by `quantize_rows`."""
     coding = coding_of(name, shift)
-    quantized, scale = quantize_rows.launch(x)
+    quantized, scale = quantize_rows.launch(x, -x.shape[0] % ROW_STEP)
     weight = upper.view(torch.float8_e4m3fn if coding == E4M3 else torch.float8_e5m2)
     out = torch._scaled_mm(
         quantized, weight.t(), scale_a=scale[:, None], scale_b=row_scales(upper.shape[0], shift, coding, x.device),
         out_dtype=x.dtype, use_fast_accum=True,
     )  # fmt: skip
+    out = out[: x.shape[0]]
     return out if bias is None else out.add_(bias)

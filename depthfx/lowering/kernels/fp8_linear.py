@@ -13,6 +13,7 @@ from depthfx.lowering.fp8_weight import quantize_weight
 from depthfx.lowering.kernel_spec import Case, KernelSpec, register_kernel
 from depthfx.lowering.kernels import quantize_rows
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
+from depthfx.lowering.kernels._fp8_linear import ROW_STEP
 
 
 def _product(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -34,7 +35,7 @@ def _writes_any_dtype(device: torch.device) -> bool:
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    quantized, row_scale = quantize_rows.launch(x)
+    quantized, row_scale = quantize_rows.launch(x, -x.shape[0] % ROW_STEP if x.is_cuda else 0)
     if not x.is_cuda:  # under the interpreter
         out = _product(quantized, row_scale, weight, scale, x.dtype)
     elif x.dtype is torch.bfloat16 or _writes_any_dtype(x.device):
@@ -46,6 +47,7 @@ def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: tor
         one = torch.ones((), dtype=torch.float32, device=x.device)
         sums = torch._scaled_mm(quantized, weight.view(torch.float8_e4m3fn).t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
         out = (sums * row_scale[:, None] * scale).to(x.dtype)
+    out = out[: x.shape[0]]
     return out if bias is None else out.add_(bias)
 
 

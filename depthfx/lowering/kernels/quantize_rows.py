@@ -83,11 +83,12 @@ def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide * factor[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), most / LARGEST
 
 
-def launch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(x: torch.Tensor, more_rows: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """``more_rows`` rows of unspecified content follow the T rows of both results."""
     x = inner_contiguous(x)
     num_rows, num_inputs = x.shape
-    out = torch.empty((num_rows, num_inputs), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((num_rows,), dtype=torch.float32, device=x.device)
+    out = torch.empty((num_rows + more_rows, num_inputs), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((num_rows + more_rows,), dtype=torch.float32, device=x.device)
     block_k = min(MAX_BLOCK, max(64, triton.next_power_of_2(num_inputs)))
     _quantize_rows_kernel[(num_rows,)](
         x, out.view(torch.uint8), scale, num_inputs, x.stride(0), ORDERED=is_fragment_order(num_inputs), BLOCK_K=block_k,
