@@ -32,6 +32,7 @@ from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, runner_shape, size_kv_blocks
 from depthfx.runtime.timeline import Timeline
 from depthfx.runtime.warmup import precompile_kernels
+from depthfx.runtime.weight_offload import offload_weights
 from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings, cache_dir
 
@@ -107,29 +108,39 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
         if cuda and settings.parallel_warmup:
             with report.timed("compile kernels"):
                 precompile_kernels(one_block_runner(program, limits, device), buckets, workers, nested=settings.weights == "nested")
+    if settings.weight_offload_gib is not None:
+        offload_weights(model, program, settings.weight_offload_gib, device, report)
     num_blocks = size_kv_blocks(model, program, limits, settings, report)
-    shared, region = _share(program, num_blocks, settings, device, report), None
+    shared = _share(program, num_blocks, settings, device, report)
+    try:
+        return _assemble(model, program, limits, num_blocks, buckets, settings, report, shared)
+    except BaseException as error:
+        if shared is not None:
+            shared.abandon(error)
+        raise
+
+
+def _assemble(
+    model: PreTrainedModel, program: Program, limits: Limits, num_blocks: int, buckets: tuple[int, ...], settings: Settings,
+    report: CompileReport, shared: SharedMemory | None,
+) -> tuple[Engine, WeightWatch, int]:  # fmt: skip
+    device, region = next(model.parameters()).device, None
     if shared is not None:
         num_blocks, region = shared.layout.num_blocks, SharedRegion(shared.layout)
-    try:
-        runner = _build_runner(program, limits, num_blocks, device, buckets, report, shared)
-    except BaseException:
-        if shared is not None:
-            shared.dissolve()
-        raise
+    runner = _build_runner(program, limits, num_blocks, device, buckets, report, shared)
     manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse, region)
     control = _control(shared, manager, program, settings)
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
-    lookahead = settings.lookahead if settings.lookahead is not None else cuda
+    lookahead = settings.lookahead if settings.lookahead is not None else device.type == "cuda"
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
     layers = entry_names(program.kv_shape.num_layers, settings.nested_head) if settings.weights == "nested" else ()
     timeline = Timeline(program.kv_shape.block_bytes) if settings.memory is not None else None
     engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers, control, timeline)
-    on_change = [program.refill_tables, engine.forget_prefixes]
-    if isinstance(control, ElasticControl):
-        on_change.append(control.weights_changed)
-        weakref.finalize(engine, reclaim, control.shared.worker, control.shared.memory, control.shared.backup)
-    return engine, WeightWatch(model, on_change), program.kv_shape.block_bytes
+    if settings.memory is not None and settings.memory.policy == "static_fast":
+        engine.set_precision("fast")
+    if shared is not None:
+        weakref.finalize(engine, reclaim, shared.resources)
+    return engine, WeightWatch(model, [program.refill_tables, engine.weights_changed]), program.kv_shape.block_bytes
 
 
 def _share(program: Program, num_blocks: int, settings: Settings, device: torch.device, report: CompileReport) -> SharedMemory | None:

@@ -107,7 +107,9 @@ class NestedLinear(nn.Linear):
 
     @torch.no_grad()
     def _load(self, weight: torch.Tensor, assign: bool) -> str:
-        """Take ``weight``, in place unless ``assign``; returns what is wrong with it, or an empty text."""
+        """Take ``weight``, in place unless ``assign``; returns what is wrong with it, or an empty text. Raises what ``guard`` raises."""
+        if self.guard is not None:
+            self.guard()
         try:  # in place: the present format where it can be kept, for joined neighbours may have asked for it
             nested = nest(weight.to(self.upper.device, self.weight_dtype), None if assign else self.format)
         except FormatError as error:

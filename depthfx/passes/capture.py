@@ -105,8 +105,9 @@ def _trace(model: PreTrainedModel) -> tuple[fx.GraphModule, list[Any]]:
         raise UnsupportedModelError(
             "nothing was captured: torch.compile is switched off here (TORCHDYNAMO_DISABLE, or a stance); switch it on"
         )
-    _check_open(model, captured[0][0])
-    return captured[0]
+    gm, example_inputs = captured.pop()  # Dynamo keeps `keep` for ever, which must not keep the weights
+    _check_open(model, gm)
+    return gm, example_inputs
 
 
 # Row counts at which every condition that the trace relied on has to hold.

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from depthfx.alloc.manager import MemoryManager
+from depthfx.alloc.restore_worker import RestoreWorker
 from depthfx.alloc.unified_memory import POISON
 from depthfx.errors import DepthfxError, MemoryStateError, RestoreError, UnsupportedOptionError
 from depthfx.runtime.elastic_memory import SharedMemory
@@ -29,6 +30,7 @@ from depthfx.settings import ElasticMemory
 
 MAX_RESTORING = 32  # units handed to the worker and not yet back; more would only be harder to cancel
 RETRY_SECONDS = 1.0  # after a copy failed
+MAX_TRIES = 3  # of `restore`, before it gives up
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class ElasticControl:
         self._calm_since: float | None = None
         self._retry_at = 0.0
         self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
+        self._failure: Exception | None = None  # the last one
+        self._versions = self._count_changes()
         self._seen: bytes | None = None
         self._mask = b""
         self._bare = [index for index, span in enumerate(shared.layout.spans) if span == (0, 0)]
@@ -74,6 +78,8 @@ class ElasticControl:
     def mask(self) -> bytes:
         """``[entries]``: 1 where steps planned now may run in full precision."""
         resident = self.region.resident()
+        if self.settings.policy == "static_fast":
+            return bytes(len(resident))
         if resident is not self._seen:
             self._seen, mask = resident, bytearray(resident)
             moving = [flag for index, flag in enumerate(resident) if index not in self._bare]
@@ -90,9 +96,11 @@ class ElasticControl:
             )
 
     def before_plan(self) -> None:
-        """Books what the worker has copied back, and lends ahead of need where ``high`` asks for it."""
-        self._collect()
-        if self.settings.high < 1.0 and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:
+        """Books what the worker has copied back, and lends ahead of need where ``high`` or the policy asks for it."""
+        self.collect()
+        if self.settings.policy == "static_fast":
+            self.manager.lend(self.shared.layout.num_units)  # what `restore` brought back for a while
+        elif self.settings.high < 1.0 and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:
             self.manager.lend()
 
     def after_plan(self) -> None:
@@ -102,7 +110,7 @@ class ElasticControl:
         if end <= first:
             return
         self._calm_since = None
-        with self._on_stream():
+        with self._on_stream(), torch.inference_mode():
             for unit in cancelled:
                 self._stop_copy(unit)
             size = self.shared.layout.unit_bytes
@@ -114,25 +122,33 @@ class ElasticControl:
 
         ``idle``: there is no request left, so nothing is waited for.
         """
-        self._collect()
+        self.collect()
         now = self._clock()
-        if self._to_retry and now >= self._retry_at:
-            for unit in sorted(self._to_retry):
-                self._to_retry.discard(unit)
-                self._submit(unit, None)
-        if waiting or not self._spare() or self.settings.policy == "static_fast" or now < self._retry_at:
+        if now >= self._retry_at:
+            self._retry()
+        if waiting or not self._spare(idle) or self.settings.policy == "static_fast" or now < self._retry_at:
             self._calm_since = None
             return
         if self._calm_since is None:
             self._calm_since = now
         if idle or now - self._calm_since >= self.settings.dwell_s:
-            self._restore()
+            self._restore(forced=idle)
 
     def restore(self, timeout: float) -> None:
-        """Bring every residual back now, whatever the thresholds; raises :class:`MemoryStateError` while KV blocks are in the way."""
-        end = time.monotonic() + timeout
+        """Bring every residual back now, whatever the thresholds.
+
+        Raises :class:`MemoryStateError` while KV blocks are in the way, if copies fail again and again, or after ``timeout`` seconds.
+        """
+        end, num_tries = time.monotonic() + timeout, 0
         while not all(self.region.resident()):
-            self._collect()
+            self.collect()
+            if self._to_retry:
+                num_tries += 1
+                if num_tries > MAX_TRIES:
+                    raise MemoryStateError(
+                        f"residuals cannot be copied back; call engine.restore() again: {self._failure}"
+                    ) from self._failure
+                self._retry()
             self._restore(forced=True)
             if self.region.num_restoring == 0 and not all(self.region.resident()):
                 raise MemoryStateError(
@@ -143,16 +159,23 @@ class ElasticControl:
             self.shared.worker.wait_idle(0.05)
 
     def weights_changed(self) -> None:
-        """Take the host's copy anew; raises :class:`MemoryStateError` while residuals are lent."""
-        if not all(self.region.resident()):
+        """Take the host's copy anew. While residuals are lent, they must not be what changed: :class:`MemoryStateError`."""
+        versions = self._count_changes()
+        if all(self.region.resident()):
+            self.shared.back_up()
+            self._versions = versions
+        elif versions is None or versions != self._versions:
             raise MemoryStateError(
-                "weights were changed while residuals are lent to the KV cache; call engine.restore() before changing them"
+                "nested weights were changed while residuals are lent to the KV cache, so the change is lost; call engine.restore() first, "
+                "then change them again"
             )
-        self.shared.back_up()
 
     def close(self) -> None:
-        """Gives all shared memory back; the model's weights are whole again. The KV pool must be gone, and no step queued."""
-        del self._home
+        """Gives all shared memory back; the model's weights are whole again. The KV pool must be gone, and no step queued.
+
+        Raises :class:`MemoryStateError` while somebody else sees the memory; may be called again.
+        """
+        self._home = torch.empty(0)
         self.shared.dissolve()
 
     def stats(self) -> ElasticStats:
@@ -161,31 +184,61 @@ class ElasticControl:
         restored = worker.copied_bytes - self._counted[0], worker.seconds_busy - self._counted[1]
         return ElasticStats(region.num_lends, region.num_restores, region.num_cancels, self.num_failures, *restored)
 
-    def _spare(self) -> bool:
+    def _count_changes(self) -> list[int] | None:
+        """Of each residual tensor, what torch counts; None for tensors made in inference mode, where it counts nothing."""
+        lowers = [weight.lower for weight, _ in self.shared.weights]
+        return None if any(lower.is_inference() for lower in lowers) else [lower._version for lower in lowers]
+
+    def _spare(self, idle: bool = False) -> bool:
         """Whether the highest lent unit is empty and what is held would fit well without it."""
-        if self.region.next_to_restore() is None or self.region.num_restoring >= MAX_RESTORING:
+        if self.region.next_to_restore() is None or (self.region.num_restoring >= MAX_RESTORING and not idle):
             return False
         left = self.manager.open_blocks - self.shared.layout.blocks_per_unit
         return self.manager.held_blocks <= self.settings.low * left
 
     def _restore(self, forced: bool = False) -> None:
-        event = None
-        if self._stream is not None:
-            event = torch.cuda.Event()
-            event.record(self._stream)  # behind every launched step, and no step is planned without being launched
+        event = self._after_launched()
         while self._spare() or (forced and self.region.next_to_restore() is not None):
             unit = self.region.next_to_restore()
             assert unit is not None
             self.manager.begin_restore(unit)
             self._num_clean = min(self._num_clean, unit)
+            if not self._submit(unit, event):
+                break
+
+    def _retry(self) -> None:
+        event, units = self._after_launched() if self._to_retry else None, sorted(self._to_retry)
+        for unit in units:
+            self._to_retry.discard(unit)
             self._submit(unit, event)
 
-    def _submit(self, unit: int, event: torch.cuda.Event | None) -> None:
+    def _after_launched(self) -> torch.cuda.Event | None:
+        """An event behind every launched step; no step is planned without being launched."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _submit(self, unit: int, event: torch.cuda.Event | None) -> bool:
         target = self._home[slice(*self.shared.layout.pieces_of(unit))]
         try:
             self.shared.worker.submit(unit, target, self.shared.backup.unit(unit), event)
         except DepthfxError as error:
             self._fail(unit, error)
+            if isinstance(error, RestoreError):
+                self._replace_worker()
+            return False
+        return True
+
+    def _replace_worker(self) -> None:
+        """A new worker for one whose thread has ended."""
+        self.collect()  # what the old one has still to tell
+        if self._stream is not None:
+            torch.cuda.synchronize(self._device)  # what it has queued comes to its end
+        old = self.shared.resources.worker
+        self._counted = self._counted[0] - old.copied_bytes, self._counted[1] - old.seconds_busy
+        self.shared.resources.worker = RestoreWorker(self._device)
 
     def _stop_copy(self, unit: int) -> None:
         self._to_retry.discard(unit)
@@ -196,7 +249,8 @@ class ElasticControl:
         if event is not None and self._stream is not None:
             self._stream.wait_event(event)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Books what the worker has copied back; its failures are warned of and tried again after a while."""
         while True:
             try:
                 done = self.shared.worker.poll()
@@ -216,6 +270,7 @@ class ElasticControl:
 
     def _fail(self, unit: int | None, error: Exception) -> None:
         self.num_failures += 1
+        self._failure = error
         self._retry_at = self._clock() + RETRY_SECONDS
         if unit is not None:
             self._to_retry.add(unit)
@@ -253,6 +308,12 @@ class PrecisionSwitch:
 
     def restore(self, timeout: float) -> None:
         """Nothing was lent."""
+
+    def collect(self) -> None:
+        """Nothing is under way."""
+
+    def weights_changed(self) -> None:
+        """There is no copy of them."""
 
     def close(self) -> None:
         """Nothing to give back."""

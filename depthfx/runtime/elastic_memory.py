@@ -6,9 +6,13 @@ units are made in the memory that this frees, and the bytes come back to their h
 
 from __future__ import annotations
 
+import gc
 import math
+import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +21,7 @@ from depthfx.alloc.physical_backend import PHYSICAL, PhysicalBackend
 from depthfx.alloc.restore_worker import RestoreWorker
 from depthfx.alloc.unified_memory import ALIGNMENT, UnifiedMemory
 from depthfx.alloc.units import UnitLayout
-from depthfx.errors import PhysicalMemoryError, RestoreError, SettingError
+from depthfx.errors import DepthfxError, MemoryStateError, SettingError
 from depthfx.lowering.stored_weight import StoredWeight
 from depthfx.records import KvShape
 from depthfx.report import CompileReport
@@ -27,14 +31,42 @@ MIB = 1 << 20
 
 
 @dataclass
+class Resources:
+    """What has to be given back, and holds no tensor of the model: it outlives an engine that is forgotten."""
+
+    worker: RestoreWorker
+    memory: UnifiedMemory
+    backup: HostBackup
+
+    def close(self) -> None:
+        """Gives all of it back. Raises :class:`MemoryStateError` while a tensor over the memory lives; may be called again."""
+        self.worker.close()
+        self.memory.close()
+        self.backup.close()
+
+
+@dataclass
 class SharedMemory:
     """What :func:`share_memory` built; :meth:`dissolve` gives it back."""
 
     layout: UnitLayout
-    memory: UnifiedMemory
-    backup: HostBackup
-    worker: RestoreWorker
+    resources: Resources
     weights: list[tuple[StoredWeight, int]]  # each residual tensor and its first byte in the home range
+
+    @property
+    def worker(self) -> RestoreWorker:
+        """Copies units back."""
+        return self.resources.worker
+
+    @property
+    def memory(self) -> UnifiedMemory:
+        """The units."""
+        return self.resources.memory
+
+    @property
+    def backup(self) -> HostBackup:
+        """The host's copy of all residual bytes."""
+        return self.resources.backup
 
     def kv_pool(self, kv: KvShape, dtype: torch.dtype) -> torch.Tensor:
         """The KV pool ``[blocks, L, 2, Hkv, B, D]`` over base blocks and units; base blocks are zero, units hold residuals."""
@@ -50,38 +82,74 @@ class SharedMemory:
     def dissolve(self) -> None:
         """Residuals back to ordinary memory, everything else given back. No step may be queued, and the KV pool must be gone.
 
-        Raises :class:`MemoryStateError` while tensors over the units live; the weights are then whole only after another call.
+        Raises :class:`MemoryStateError` while tensors over the units live; the weights cannot be read until another call succeeds.
         """
         self.worker.close()
         for weight, _ in self.weights:
+            for module in weight.modules:
+                module.guard = _refuse_while_closing
             weight.move(lower=_no_memory(weight.lower))
         self.memory.close()
         self._whole_again()
         self.backup.close()
         self.weights.clear()
 
+    def abandon(self, error: BaseException) -> None:
+        """As :meth:`dissolve`, where ``error`` ended the building of an engine whose tensors its traceback may keep alive.
+
+        The weights are whole afterwards in any case; memory that is still seen is given back when it is not any more.
+        """
+        _forget_locals(None, error, None)
+        try:
+            self.dissolve()
+        except MemoryStateError:
+            self._whole_again()
+            reclaim(self.resources)
+
     def _whole_again(self) -> None:
-        for weight, first in self.weights:
+        _move_back(self.weights, self.backup)
+        for weight, _ in self.weights:
             for module in weight.modules:
                 module.guard = None
-            content = self.backup.bytes(first, weight.lower.numel())
-            weight.move(lower=content.to(weight.upper.device, copy=True).view(weight.lower.shape))
 
 
-# What outlived its engine while tensors over it were still alive; tried again at the next chance.
-_left_over: list[tuple[RestoreWorker, UnifiedMemory, HostBackup]] = []
+def _refuse_while_closing() -> None:
+    raise MemoryStateError("the residual bytes of this weight are on the host while the engine is being closed; call engine.close() again")
 
 
-def reclaim(worker: RestoreWorker, memory: UnifiedMemory, backup: HostBackup) -> None:
-    """Give back the memory of an engine that was forgotten without being closed; what is still in use is tried again later."""
-    _left_over.append((worker, memory, backup))
-    for left in list(_left_over):
-        try:
-            for part in left:
-                part.close()
-        except (PhysicalMemoryError, RestoreError):
-            continue
-        _left_over.remove(left)
+# What outlived its engine while tensors over it were still alive; tried again after each garbage collection.
+_left_over: list[Resources] = []
+_reclaiming = False
+
+
+def reclaim(resources: Resources) -> None:
+    """Give back the memory of an engine that was forgotten without being closed, as soon as nothing sees it any more."""
+    _left_over.append(resources)
+    if _after_collection not in gc.callbacks:
+        gc.callbacks.append(_after_collection)
+    reclaim_left_over()
+
+
+def reclaim_left_over() -> None:
+    """Give back what can be given back by now of all that :func:`reclaim` was called for."""
+    global _reclaiming
+    if _reclaiming:  # closing memory collects garbage
+        return
+    _reclaiming = True
+    try:
+        for left in list(_left_over):
+            try:
+                left.close()
+            except (DepthfxError, RuntimeError):  # still seen, or called by a collection in the worker's own thread
+                continue
+            _left_over.remove(left)
+    finally:
+        _reclaiming = False
+
+
+def _after_collection(phase: str, _: dict[str, Any]) -> None:
+    if phase == "stop" and _left_over:
+        reclaim_left_over()
 
 
 def plan_units(weights: Sequence[StoredWeight], kv: KvShape, num_entries: int, num_base_blocks: int, settings: ElasticMemory,
@@ -92,8 +160,6 @@ def plan_units(weights: Sequence[StoredWeight], kv: KvShape, num_entries: int, n
     """
     order = _lending_order(settings.order, kv.num_layers, num_entries)
     block = kv.block_bytes
-    smallest = math.lcm(block, granularity)
-    unit = max(1, round(settings.unit_mib * MIB / smallest)) * smallest
     spans, placed, at = [(0, 0)] * num_entries, [], 0
     for entry in order:
         first = at
@@ -103,6 +169,9 @@ def plan_units(weights: Sequence[StoredWeight], kv: KvShape, num_entries: int, n
         spans[entry] = (first, at) if at > first else (0, 0)
     if not placed:
         raise SettingError("setting memory: no weight of this model has residual bytes to lend (see explain()); leave memory out")
+    smallest = math.lcm(block, granularity)
+    wanted = min(round(settings.unit_mib * MIB / smallest), -(-at // smallest))  # one unit may hold all, but not more than that
+    unit = max(1, wanted) * smallest
     return UnitLayout(unit, unit // block, num_base_blocks, tuple(spans)), placed
 
 
@@ -115,37 +184,63 @@ def share_memory(
     Raises :class:`HostMemoryError`, :class:`PhysicalMemoryError` or :class:`SettingError`; then the residuals are back in ordinary memory.
     """
     cuda = device.type == "cuda"
-    if _left_over:
-        reclaim(*_left_over.pop())
-    backend = _backend(device)
-    layout, placed = plan_units(weights, kv, num_entries, num_base_blocks, settings, backend.granularity())
-    used = max(end for _, end in layout.spans)
-    backup = HostBackup(used, layout.unit_bytes, pin=cuda)
-    for weight, first in placed:
-        backup.put(first, weight.lower.reshape(-1))
-        weight.move(lower=_no_memory(weight.lower))
-    if cuda:
-        for weight, _ in placed:  # a persistent half whose neighbour is gone moves beside another one, and whole segments become free
-            weight.move(upper=weight.upper.clone())
-        torch.cuda.empty_cache()
-    try:
-        memory = UnifiedMemory.build(backend, layout, num_base_blocks * kv.block_bytes)
-    except BaseException:
+    reclaim_left_over()
+    moved: list[tuple[StoredWeight, int]] = []
+    with ExitStack() as undo:
+        backend = _backend(device)
+        undo.callback(backend.close)
+        layout, placed = plan_units(weights, kv, num_entries, num_base_blocks, settings, backend.granularity())
+        used = max(end for _, end in layout.spans)
+        backup = HostBackup(used, layout.unit_bytes, pin=cuda)
+        undo.callback(backup.close)
+        undo.callback(_move_back, moved, backup)
         for weight, first in placed:
-            weight.move(lower=backup.bytes(first, weight.lower.numel()).to(device).view(weight.lower.shape))
-        backup.close()
-        backend.close()
-        raise
-    worker = RestoreWorker(device)
-    home = memory.home_bytes_tensor()
-    pieces = [home[slice(*layout.pieces_of(unit))] for unit in range(layout.num_units)]
-    copied = worker.copy_all(pieces, [backup.unit(unit) for unit in range(layout.num_units)])
+            backup.put(first, weight.lower.reshape(-1))
+            moved.append((weight, first))
+            weight.move(lower=_no_memory(weight.lower))
+        if cuda:
+            for weight, _ in placed:  # a persistent half whose neighbour is gone moves beside another one, and whole segments become free
+                weight.move(upper=weight.upper.clone())
+            torch.cuda.empty_cache()
+        memory = UnifiedMemory.build(backend, layout, num_base_blocks * kv.block_bytes)
+        undo.callback(memory.close)
+        worker = RestoreWorker(device)
+        undo.callback(worker.close)
+        undo.callback(_let_go, moved)
+        undo.push(_forget_locals)
+        _fill(memory, worker, backup)
+        for weight, first in placed:
+            weight.move(lower=memory.home_tensor(first, weight.lower.shape, torch.uint8))
+        _describe(layout, used, kv, report)
+        undo.pop_all()
+    return SharedMemory(layout, Resources(worker, memory, backup), placed)
+
+
+def _fill(memory: UnifiedMemory, worker: RestoreWorker, backup: HostBackup) -> None:
+    """The residual bytes from the host to their home."""
+    layout, home = memory.layout, memory.home_bytes_tensor()
+    units = range(layout.num_units)
+    copied = worker.copy_all([home[slice(*layout.pieces_of(unit))] for unit in units], [backup.unit(unit) for unit in units])
     if copied is not None:
         copied.synchronize()
-    for weight, first in placed:
-        weight.move(lower=memory.home_tensor(first, weight.lower.shape, torch.uint8))
-    _describe(layout, used, kv, report)
-    return SharedMemory(layout, memory, backup, worker, placed)
+
+
+def _forget_locals(_: object, error: BaseException | None, __: object) -> None:
+    """What failed must not keep tensors over the units alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _let_go(moved: list[tuple[StoredWeight, int]]) -> None:
+    for weight, _ in moved:
+        weight.move(lower=_no_memory(weight.lower))
+
+
+def _move_back(moved: list[tuple[StoredWeight, int]], backup: HostBackup) -> None:
+    for weight, first in moved:
+        content = backup.bytes(first, weight.lower.numel())
+        weight.move(lower=content.to(weight.upper.device, copy=True).view(weight.lower.shape))
 
 
 def _lending_order(order: tuple[int, ...] | None, num_layers: int, num_entries: int) -> list[int]:

@@ -33,16 +33,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: StepRunner,
-        vocab_size: int,
-        lookahead: bool,
-        check: bool,
-        layers: Sequence[int | str] = (),
-        control: MemoryControl | None = None,
-        timeline: Timeline | None = None,
-    ) -> None:
+        self, scheduler: Scheduler, runner: StepRunner, vocab_size: int, lookahead: bool, check: bool,
+        layers: Sequence[int | str] = (), control: MemoryControl | None = None, timeline: Timeline | None = None,
+    ) -> None:  # fmt: skip
         self.layers = tuple(layers)
         self.vocab_size = vocab_size
         self._scheduler = scheduler
@@ -57,7 +50,8 @@ class Engine:
         self._unclaimed: list[RequestOutput] = []  # outputs for the next step()
         self._abandoned: deque[str] = deque()  # streams that were dropped; appended to without the lock
         self._next_id = 0
-        self._closed = self._released = False
+        self.closed = False  # to read: whether `close` was called
+        self._released = False
         self._num_faults = 0  # failed steps since the last good one
         scheduler.wanted = bytes([1] * len(self.layers))
         self.control = control
@@ -68,12 +62,9 @@ class Engine:
         self._clock = StepClock()
 
     def add(
-        self,
-        prompt_token_ids: Iterable[int],
-        sampling: SamplingParams | None = None,
-        request_id: str | None = None,
+        self, prompt_token_ids: Iterable[int], sampling: SamplingParams | None = None, request_id: str | None = None,
         stop_check: StopCheck | None = None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Queues a request and returns its id; its outputs come from :meth:`step`.
 
         ``stop_check`` gets the ids generated so far and ends the request by returning True; what it raises ends the request
@@ -100,12 +91,9 @@ class Engine:
             return bool(self._scheduler.has_unfinished() or self._unclaimed)
 
     def stream(
-        self,
-        prompt_token_ids: Iterable[int],
-        sampling: SamplingParams | None = None,
-        request_id: str | None = None,
+        self, prompt_token_ids: Iterable[int], sampling: SamplingParams | None = None, request_id: str | None = None,
         stop_check: StopCheck | None = None,
-    ) -> TokenStream:
+    ) -> TokenStream:  # fmt: skip
         """Queues a request and returns an iterator over its tokens, which drives the engine as needed.
 
         Several streams may be read in turn or from several threads. Raises as :meth:`add`.
@@ -134,6 +122,7 @@ class Engine:
             output = self._scheduler.abort(request_id)
             if output is not None:
                 self._deliver([output])
+                self._tidy_memory()
             return output is not None
 
     def push_token(self, request_id: str, token: int) -> RequestOutput:
@@ -171,6 +160,8 @@ class Engine:
         A layer whose residual is lent to the KV cache is fast, whatever :meth:`set_precision` asked for.
         """
         with self._state:
+            if self.control is not None:
+                self.control.collect()
             return named(self._scheduler.precision, self.layers)
 
     def restore(self, timeout: float = 60.0) -> None:
@@ -182,6 +173,20 @@ class Engine:
             if self.control is not None:
                 self.control.restore(timeout)
 
+    @contextmanager
+    def writing_weights(self) -> Iterator[None]:
+        """While the model's weights are written in place: after :meth:`restore`, and nothing is planned or lent meanwhile."""
+        with self._state:
+            self.restore()
+            yield
+
+    def weights_changed(self) -> None:
+        """Makes what was computed with the old weights unfindable. Raises :class:`MemoryStateError` if residuals that are lent were written."""
+        with self._state:
+            if self.control is not None:
+                self.control.weights_changed()
+            self._scheduler.manager.forget_content()
+
     def close(self) -> None:
         """Ends all requests and gives KV and shared memory back; the model's weights are whole again. Nothing can be served afterwards.
 
@@ -189,7 +194,7 @@ class Engine:
         """
         with self._state:
             self._refuse_while_booking("close")
-            self._closed = True
+            self.closed = True
             for request_id in self._scheduler.unfinished():
                 self.abort(request_id)
         while self._drive(lambda: False):
@@ -235,18 +240,14 @@ class Engine:
             )
 
     def _add(
-        self,
-        prompt: Iterable[int],
-        sampling: SamplingParams | None,
-        request_id: str | None,
-        stop_check: StopCheck | None,
+        self, prompt: Iterable[int], sampling: SamplingParams | None, request_id: str | None, stop_check: StopCheck | None,
         mailbox: deque[RequestOutput] | None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         sampling = SamplingParams() if sampling is None else sampling
         check_sampling(sampling)
         token_ids = check_prompt(prompt, self.vocab_size)
         with self._state:
-            if self._closed:
+            if self.closed:
                 raise InvalidRequestError("this engine is closed; load and compile the model again to serve requests")
             if request_id is None:
                 request_id = self._unused_id()
@@ -295,6 +296,7 @@ class Engine:
             self._refuse_while_booking("close")
             if self._mailboxes.pop(request_id, None) is not None:
                 self._scheduler.abort(request_id)
+                self._tidy_memory()
 
     # -- driving
 
@@ -382,11 +384,14 @@ class Engine:
             if isinstance(error, _RUNNER_FAULTS):
                 self._num_faults += 1  # an interrupted launch is not one: it was raised at once
         self._deliver(outputs)
-        if self.control is not None:
-            self.control.after_commit(self._scheduler.num_waiting > 0, not self._scheduler.has_unfinished())
+        self._tidy_memory()
         if self._timeline is not None:
             self._timeline.record(self._scheduler, flight.plan.precision)
         if self._check:
             self._scheduler.check()
         if error is not None and (result is not None or self._num_faults > 1):
             raise error
+
+    def _tidy_memory(self) -> None:
+        if self.control is not None:
+            self.control.after_commit(self._scheduler.num_waiting > 0, not self._scheduler.has_unfinished())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,8 @@ class Compiled:
     kv_block_bytes: int = 0
 
     def follow_weights(self, model: torch.nn.Module) -> None:
-        """Let the engine see weights that were changed in place; raises for weights that were replaced."""
-        if self.weights is not None:
+        """Let the engine see weights that were changed in place; raises for weights that were replaced. A closed engine sees nothing."""
+        if self.weights is not None and self.engine is not None and not self.engine.closed:
             self.weights.follow(model)
 
 
@@ -125,6 +126,8 @@ class DepthModel:
         if option not in self._depthfx.report.sections.get("run by Hugging Face", []):
             self._depthfx.report.add("run by Hugging Face", option)
         self._warn_of_full_precision(option)
+        if self._depthfx.engine is not None:
+            self._depthfx.engine.restore()  # it reads whole weights
         hugging_face = next(c for c in type(self).__mro__ if c is not type(self) and not issubclass(c, DepthModel) and hasattr(c, method))
         if method.startswith("_"):
             return getattr(hugging_face, method)(self, *args, **kwargs)
@@ -151,7 +154,10 @@ class DepthModel:
         return generation.generate_batch(self, inputs, generation_config, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Copies weights into the model; the engine computes with them from its next step on."""
+        """Copies weights into the model; the engine computes with them from its next step on.
+
+        Residual bytes that are lent are restored first, see :meth:`Engine.restore`.
+        """
         if assign and self._depthfx.engine is not None:
             raise UnsupportedOptionError(
                 "load_state_dict: assign=True would replace the weights that the engine reads; leave it out to copy into them"
@@ -161,10 +167,12 @@ class DepthModel:
                 "load_state_dict: weights='fp8' rounded the weights of this model, and nothing can be loaded into them; nothing was changed: "
                 "load the model again, or compile with weights='nested'"
             )
-        try:
-            return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
-        finally:  # what does not fit raises after the rest was copied
-            self._depthfx.follow_weights(self)  # type: ignore[arg-type]
+        engine = self._depthfx.engine
+        with engine.writing_weights() if engine is not None else nullcontext():
+            try:
+                return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
+            finally:  # what does not fit raises after the rest was copied
+                self._depthfx.follow_weights(self)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedOptionError(

@@ -33,11 +33,17 @@ class MemoryControl(Protocol):
     def close(self) -> None:
         """Gives everything back; called once, after the runner's release."""
 
+    def collect(self) -> None:
+        """Takes in what came back."""
+
+    def weights_changed(self) -> None:
+        """Weights were written in place."""
+
     def check_wanted(self, state: bytes) -> None:
         """Raises where a state of precision can never be had."""
 
     def before_plan(self) -> None:
-        """Takes in what came back."""
+        """Takes in what came back, and lends ahead of need."""
 
     def after_plan(self) -> None:
         """Makes sure that what was lent can be written by the step that is launched next."""

@@ -31,9 +31,9 @@ class WeightWatch:
                     f"weight {name!r} was replaced, added or removed after depthfx.compile, and the engine computes with the old ones: "
                     "change weights in place (torch.no_grad and copy_, or load_state_dict), or load the model again and compile it as it shall be"
                 )
-        self._seen = now
-        for react in self._on_change:
+        for react in self._on_change:  # what raises is called again next time
             react()
+        self._seen = now
 
 
 def _state(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
