@@ -68,6 +68,7 @@ class Settings:
     block_tokens: int = 16  # tokens of one KV block
     kv_blocks: int | None = None  # exact number of KV blocks; overrides the budget
     prefix_reuse: bool = True  # reuse whole KV blocks of equal prefixes
+    weight_offload_gib: float | None = None  # weights left in pinned host memory and read over the link, slowly (CUDA)
     memory: ElasticMemory | None = None  # lend residual bytes of nested weights to the KV cache; from the environment: a policy's name
 
     # weights
@@ -94,7 +95,15 @@ class Settings:
     check: bool = False  # prove the memory invariants after every step
 
     def __post_init__(self) -> None:
-        for name in ("memory_budget_gib", "kv_blocks", "max_batch_size", "max_batch_tokens", "max_chunk_tokens", "max_model_len"):
+        for name in (
+            "memory_budget_gib",
+            "weight_offload_gib",
+            "kv_blocks",
+            "max_batch_size",
+            "max_batch_tokens",
+            "max_chunk_tokens",
+            "max_model_len",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise SettingError(f"setting {name}={value!r} must be positive and finite; give another value or None to derive it")
@@ -110,6 +119,8 @@ class Settings:
             raise SettingError(
                 f"setting nested_head=True needs weights='nested'; it is {self.weights!r}: set both, or leave nested_head out"
             )
+        if self.memory is not None and self.weight_offload_gib is not None:
+            raise SettingError("settings memory and weight_offload_gib are two answers to one question; give one of them")
         if self.memory is not None and self.weights != "nested":
             raise SettingError(
                 f"setting memory={self.memory.policy!r} needs weights='nested'; it is {self.weights!r}: set both, or leave it out"

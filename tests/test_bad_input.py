@@ -137,6 +137,8 @@ SETTINGS = {
     "share": ({"gpu_memory_utilization": 1.5}, "must be above 0 and at most 1"),
     "context": ({"max_model_len": 1000}, "max_model_len=1000 .*256"),
     "graphs on a CPU": ({"cuda_graphs": True}, "cuda_graphs=True needs a model on CUDA; this one is on cpu"),
+    "offload on a CPU": ({"weight_offload_gib": 0.5}, "weight_offload_gib=0.5 needs a model on CUDA; this one is on cpu"),
+    "offload of nothing": ({"weight_offload_gib": 0.0}, "weight_offload_gib=0.0 must be positive"),
     "weights": ({"weights": "8bit"}, r"weights='8bit' must be one of \('16bit', 'nested', 'fp8'\)"),
     "head without nested weights": ({"nested_head": True}, "nested_head=True needs weights='nested'; it is '16bit': set both"),
     "rows": ({"max_batch_size": 8, "max_batch_tokens": 4}, "max_batch_tokens=4 must be at least max_batch_size=8"),
