@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from depthfx.alloc.manager import MemoryManager
 from depthfx.alloc.units import SharedRegion
 from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from depthfx.lowering import ops
 from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.lowering.nested_linear import nested_linears
 from depthfx.lowering.precompile import KernelWorkers
@@ -99,6 +100,10 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
         raise SettingError(
             f"setting cuda_graphs=True needs a model on CUDA; this one is on {device}: move it there, or leave the setting out"
         )
+    if settings.weight_offload_gib is not None and not cuda:
+        raise SettingError(
+            f"setting weight_offload_gib={settings.weight_offload_gib} needs a model on CUDA; this one is on {device}: leave it out"
+        )
     limits = derive_limits(model.config, settings, device)
     buckets = decode_buckets(limits.max_batch_size) if cuda and settings.cuda_graphs is not False else ()
     if cuda and settings.weights == "nested":
@@ -131,6 +136,8 @@ def _assemble(
     manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse, region)
     control = _control(shared, manager, program, settings)
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
+    if program.nested and ops.has_fp8_rows(device):  # as many rows as take the time of `max_chunk_tokens` full ones
+        scheduler.fast_chunk_tokens = min(2 * limits.max_chunk_tokens, limits.max_batch_tokens)
     lookahead = settings.lookahead if settings.lookahead is not None else device.type == "cuda"
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
     layers = entry_names(program.kv_shape.num_layers, settings.nested_head) if settings.weights == "nested" else ()

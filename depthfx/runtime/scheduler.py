@@ -62,7 +62,7 @@ class Scheduler:
         self.manager = manager
         self.max_batch_size = max_batch_size
         self.max_batch_tokens = max_batch_tokens
-        self.max_chunk_tokens = max_chunk_tokens
+        self.max_chunk_tokens = self.fast_chunk_tokens = max_chunk_tokens  # the second where all layers are fast; settable
         self.max_model_len = max_model_len
         self.wanted = b""  # precision that the user asks for; see `depthfx.runtime.precision`
         self.mask: Callable[[], bytes] = bytes  # which entries may be full now; empty: all
@@ -146,7 +146,8 @@ class Scheduler:
         budget = self.max_batch_tokens - len(decodes)
         if decodes:
             # decode rows count too: a step of exactly max_chunk_tokens rows fills the tiles of its matrix products
-            budget = min(budget, max(self.max_chunk_tokens - len(decodes), self.max_chunk_tokens // 4, 1))
+            chunk_tokens = self.max_chunk_tokens if any(self.precision) else self.fast_chunk_tokens
+            budget = min(budget, max(chunk_tokens - len(decodes), chunk_tokens // 4, 1))
         prefilling: list[Request] = []
         prefills: list[Chunk] = []
         for request in self._prefill_candidates(may_admit=not preempted, idle=not decodes) if budget else ():

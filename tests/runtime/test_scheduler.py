@@ -80,6 +80,16 @@ def test_a_step_with_decodes_bounds_its_prefill_rows():
     assert [(c.start, c.num_tokens, c.samples) for c in plan.prefills] == [(55, 5, True)]
 
 
+@pytest.mark.parametrize(("wanted", "rows"), [(b"\x00\x00", 32), (b"\x00\x01", 16), (b"\x01\x01", 16)], ids=["fast", "mixed", "full"])
+def test_steps_that_are_fast_throughout_may_have_longer_chunks(wanted, rows):
+    scheduler = build()
+    scheduler.wanted, scheduler.fast_chunk_tokens = wanted, 32
+    scheduler.add(request("a", [1, 2, 3]))
+    turn(scheduler)
+    scheduler.add(request("b", list(range(60))))
+    assert scheduler.plan().num_tokens == rows
+
+
 def test_many_decodes_leave_a_quarter_of_the_chunk_to_prefill():
     scheduler = build(tokens=40, chunk=8, batch=8)
     for name in "abcdefg":
