@@ -8,11 +8,12 @@ from depthfx.records import SamplingParams
 from depthfx.settings import ElasticMemory, Settings
 
 if TYPE_CHECKING:
+    from depthfx.alloc.pool.memory_pool import MemoryPool
     from depthfx.api import compile
     from depthfx.lowering.load_model import load
 
 __version__ = "0.1.0"
-__all__ = ["ElasticMemory", "SamplingParams", "Settings", "__version__", "compile", "load"]
+__all__ = ["ElasticMemory", "MemoryPool", "SamplingParams", "Settings", "__version__", "compile", "load"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +26,8 @@ def __getattr__(name: str) -> Any:
         from depthfx.lowering.load_model import load
 
         return load
+    if name == "MemoryPool":
+        from depthfx.alloc.pool.memory_pool import MemoryPool
+
+        return MemoryPool
     raise AttributeError(f"module 'depthfx' has no attribute {name!r}")
