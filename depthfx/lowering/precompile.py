@@ -35,7 +35,7 @@ from depthfx.report import CACHES, CompileReport
 
 # Fewer missing variants than this are compiled faster than workers start.
 MIN_VARIANTS = 4
-_MAX_WORKERS = 8
+_MAX_WORKERS = 14
 _SECONDS = 180.0  # after this long the workers are ended, and the main process compiles what is left
 
 
