@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,12 +21,14 @@ from depthfx.lowering.tile_store import device_kind, use_stored_tiles
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
 from depthfx.runtime.elastic import ElasticControl, PrecisionSwitch
-from depthfx.runtime.elastic_memory import SharedMemory, reclaim, share_memory
+from depthfx.runtime.elastic_memory import SharedMemory, share_memory
 from depthfx.runtime.engine import Engine
 from depthfx.runtime.graphs import decode_buckets
+from depthfx.runtime.kv_offload import offload
 from depthfx.runtime.model import Compiled, as_depth_model
 from depthfx.runtime.parts import MemoryControl
 from depthfx.runtime.precision import entry_names
+from depthfx.runtime.reclaim import close_with, reclaim
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, runner_shape, size_kv_blocks
@@ -94,6 +95,7 @@ def _on_default_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> tuple[Engine, WeightWatch, int]:
     """Everything behind the model; also the bytes of one KV block."""
+    reclaim()  # what engines that are gone have left
     device = next(model.parameters()).device
     cuda = device.type == "cuda"
     if settings.cuda_graphs and not cuda:
@@ -133,7 +135,9 @@ def _assemble(
     if shared is not None:
         num_blocks, region = shared.layout.num_blocks, SharedRegion(shared.layout)
     runner = _build_runner(program, limits, num_blocks, device, buckets, report, shared)
-    manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse, region)
+    host = offload(runner, settings.kv_offload_gib, report)
+    sizes = (num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row)
+    manager = MemoryManager(*sizes, settings.prefix_reuse, region, host)
     control = _control(shared, manager, program, settings)
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
     if program.nested and ops.has_fp8_rows(device):  # as many rows as take the time of `max_chunk_tokens` full ones
@@ -146,7 +150,7 @@ def _assemble(
     if settings.memory is not None and settings.memory.policy == "static_fast":
         engine.set_precision("fast")
     if shared is not None:
-        weakref.finalize(engine, reclaim, shared.resources)
+        close_with(engine, shared.resources)
     return engine, WeightWatch(model, [program.refill_tables, engine.weights_changed]), program.kv_shape.block_bytes
 
 

@@ -38,6 +38,9 @@ class ElasticMemory:
     verify: bool = False  # debugging: poison what is lent and hash what was restored
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(ElasticMemory)
+        for name in ("budget_gib", "unit_mib", "low", "high", "dwell_s", "whole_model", "verify"):
+            _check_type(name, getattr(self, name), hints[name], "memory")
         if self.policy not in get_args(MemoryPolicy):
             raise SettingError(f"memory policy={self.policy!r} must be one of {get_args(MemoryPolicy)}")
         for name in ("budget_gib", "unit_mib"):
@@ -50,8 +53,9 @@ class ElasticMemory:
             )
         if not 0.0 <= self.dwell_s < float("inf"):
             raise SettingError(f"memory dwell_s={self.dwell_s!r} must be at least 0 and finite")
-        if self.order is not None and (not isinstance(self.order, tuple) or len(set(self.order)) != len(self.order)):
-            raise SettingError(f"memory order={self.order!r} must be a tuple that names no layer twice")
+        order = () if self.order is None else self.order
+        if not isinstance(order, tuple) or any(type(layer) is not int for layer in order) or len(set(order)) != len(order):
+            raise SettingError(f"memory order={self.order!r} must be a tuple of layer numbers that names no layer twice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +209,11 @@ def _parse(variable: str, text: str, hint: Any) -> Any:
     return text
 
 
-def _check_type(name: str, value: Any, hint: Any) -> None:
+def _check_type(name: str, value: Any, hint: Any, what: str = "setting") -> None:
     choices = _allowed(hint)
     if all(isinstance(c, str) for c in choices):
         return
     kinds = tuple(int if c is float and isinstance(value, int) and not isinstance(value, bool) else c for c in choices)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in choices):
         allowed = " or ".join("None" if c is type(None) else getattr(c, "__name__", str(c)) for c in choices)
-        raise SettingError(f"setting {name}={value!r} has type {type(value).__name__}; allowed: {allowed}")
+        raise SettingError(f"{what} {name}={value!r} has type {type(value).__name__}; allowed: {allowed}")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,10 +119,9 @@ class RestoreWorker:
         self._check_tensors(target, source)
         with self._changed:
             self._check_alive()
-            known = self._jobs.get(unit)
-            if known is not None and known.error is None:
-                raise MemoryStateError(f"unit {unit} is being restored already; poll until it is reported, or cancel it first")
-            if known is not None:
+            if (known := self._jobs.get(unit)) is not None:
+                if known.error is None:
+                    raise MemoryStateError(f"unit {unit} is being restored already; poll until it is reported, or cancel it first")
                 self._forget(known)
             job = _Job(unit, target, source, after, target.numel())
             self._jobs[unit] = job
@@ -233,6 +233,7 @@ class RestoreWorker:
                         self._fail(job, error)
                 self._queue.clear()
                 self._changed.notify_all()
+            traceback.clear_frames(error.__traceback__)  # which keep tensors alive
             raise
 
     def _turn(self) -> bool:

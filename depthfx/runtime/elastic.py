@@ -64,7 +64,7 @@ class ElasticControl:
         self._calm_since: float | None = None
         self._retry_at = 0.0
         self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
-        self._failure: Exception | None = None  # the last one
+        self._failure = ""  # the last one, as text: tracebacks keep tensors alive
         self._versions = self._count_changes()
         self._seen: bytes | None = None
         self._mask = b""
@@ -145,9 +145,7 @@ class ElasticControl:
             if self._to_retry:
                 num_tries += 1
                 if num_tries > MAX_TRIES:
-                    raise MemoryStateError(
-                        f"residuals cannot be copied back; call engine.restore() again: {self._failure}"
-                    ) from self._failure
+                    raise MemoryStateError(f"residuals cannot be copied back; call engine.restore() again: {self._failure}")
                 self._retry()
             self._restore(forced=True)
             if self.region.num_restoring == 0 and not all(self.region.resident()):
@@ -270,7 +268,7 @@ class ElasticControl:
 
     def _fail(self, unit: int | None, error: Exception) -> None:
         self.num_failures += 1
-        self._failure = error
+        self._failure = str(error)
         self._retry_at = self._clock() + RETRY_SECONDS
         if unit is not None:
             self._to_retry.add(unit)

@@ -6,13 +6,11 @@ units are made in the memory that this frees, and the bytes come back to their h
 
 from __future__ import annotations
 
-import gc
 import math
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,10 +19,11 @@ from depthfx.alloc.physical_backend import PHYSICAL, PhysicalBackend
 from depthfx.alloc.restore_worker import RestoreWorker
 from depthfx.alloc.unified_memory import ALIGNMENT, UnifiedMemory
 from depthfx.alloc.units import UnitLayout
-from depthfx.errors import DepthfxError, MemoryStateError, SettingError
+from depthfx.errors import MemoryStateError, SettingError
 from depthfx.lowering.stored_weight import StoredWeight
 from depthfx.records import KvShape
 from depthfx.report import CompileReport
+from depthfx.runtime.reclaim import close_later
 from depthfx.settings import ElasticMemory
 
 MIB = 1 << 20
@@ -104,7 +103,7 @@ class SharedMemory:
             self.dissolve()
         except MemoryStateError:
             self._whole_again()
-            reclaim(self.resources)
+            close_later(self.resources)
 
     def _whole_again(self) -> None:
         _move_back(self.weights, self.backup)
@@ -115,41 +114,6 @@ class SharedMemory:
 
 def _refuse_while_closing() -> None:
     raise MemoryStateError("the residual bytes of this weight are on the host while the engine is being closed; call engine.close() again")
-
-
-# What outlived its engine while tensors over it were still alive; tried again after each garbage collection.
-_left_over: list[Resources] = []
-_reclaiming = False
-
-
-def reclaim(resources: Resources) -> None:
-    """Give back the memory of an engine that was forgotten without being closed, as soon as nothing sees it any more."""
-    _left_over.append(resources)
-    if _after_collection not in gc.callbacks:
-        gc.callbacks.append(_after_collection)
-    reclaim_left_over()
-
-
-def reclaim_left_over() -> None:
-    """Give back what can be given back by now of all that :func:`reclaim` was called for."""
-    global _reclaiming
-    if _reclaiming:  # closing memory collects garbage
-        return
-    _reclaiming = True
-    try:
-        for left in list(_left_over):
-            try:
-                left.close()
-            except (DepthfxError, RuntimeError):  # still seen, or called by a collection in the worker's own thread
-                continue
-            _left_over.remove(left)
-    finally:
-        _reclaiming = False
-
-
-def _after_collection(phase: str, _: dict[str, Any]) -> None:
-    if phase == "stop" and _left_over:
-        reclaim_left_over()
 
 
 def plan_units(weights: Sequence[StoredWeight], kv: KvShape, num_entries: int, num_base_blocks: int, settings: ElasticMemory,
@@ -184,7 +148,6 @@ def share_memory(
     Raises :class:`HostMemoryError`, :class:`PhysicalMemoryError` or :class:`SettingError`; then the residuals are back in ordinary memory.
     """
     cuda = device.type == "cuda"
-    reclaim_left_over()
     moved: list[tuple[StoredWeight, int]] = []
     with ExitStack() as undo:
         backend = _backend(device)
@@ -223,6 +186,7 @@ def _fill(memory: UnifiedMemory, worker: RestoreWorker, backup: HostBackup) -> N
     copied = worker.copy_all([home[slice(*layout.pieces_of(unit))] for unit in units], [backup.unit(unit) for unit in units])
     if copied is not None:
         copied.synchronize()
+    worker.wait_idle(10.0)  # until it has booked them, so that they do not count as restored later
 
 
 def _forget_locals(_: object, error: BaseException | None, __: object) -> None:
