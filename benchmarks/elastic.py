@@ -186,7 +186,7 @@ def restore(model: Any, batch: int, prompt: int) -> Rows:
     rows: Rows = [{"what": "idle", "GB/s": statistics.median(rates) / 1e9}]
     engine.set_precision("fast")
     settings = engine.control.settings
-    engine.control.settings = replace(settings, dwell_s=0.02)  # more rounds of lending and restoring in the same time
+    engine.control.settings = replace(settings, dwell_s=0.1)  # more rounds of lending and restoring in the same time
     try:
         beside, calm, rate = restore_beside(model, batch, prompt)
     finally:
@@ -217,7 +217,7 @@ def restore_idle(engine: Any) -> float:
 
 
 def restore_beside(model: Any, batch: int, prompt: int) -> tuple[list[float], list[float], float]:
-    """Seconds of the engine's turns while units come back and while none does, and bytes a second from the first unit to the last.
+    """Seconds of the engine's turns while units come back and while none does, and bytes a second while there was something to copy.
 
     Every unit is lent as if a burst had come and gone, over and over, while ``batch`` requests decode in blocks that are always KV.
     """
@@ -232,30 +232,28 @@ def restore_beside(model: Any, batch: int, prompt: int) -> tuple[list[float], li
         waiting -= {output.request_id for output in engine.step()}
     beside: list[float] = []
     calm: list[float] = []
-    spans = []
+    moved = control.stats()
     steps = min(length, engine._scheduler.max_model_len) - prompt - 8
     while steps > 0:
         with engine._state:
             control.manager.lend(layout.num_units)
-        begun = None
-        engine.step()  # clears what was lent
+        for _ in range(3):
+            engine.step()  # the device clears what was lent beside one of these
         while steps > 0 and (control.region.num_open_units or control.region.num_restoring):
-            before, start = control.region.num_restoring, time.perf_counter()
+            restoring, start = control.region.num_restoring, time.perf_counter()
             engine.step()
-            now = time.perf_counter()
-            after, steps = control.region.num_restoring, steps - 1
-            begun = now if begun is None and after else begun
-            (beside if before else calm).append(now - start)  # what begins in a turn begins at its end
-        if steps > 0 and begun is not None:
-            spans.append(time.perf_counter() - begun)
+            (beside if restoring else calm).append(time.perf_counter() - start)  # what begins in a turn begins at its end
+            steps -= 1
         for _ in range(min(steps, 16)):
             start = time.perf_counter()
             engine.step()
             calm.append(time.perf_counter() - start)
-        steps -= 17
-    if not spans or not beside:
+        steps -= 19
+    end = control.stats()
+    seconds = end.restore_seconds - moved.restore_seconds
+    if not beside or not calm or not seconds:
         raise SystemExit(f"no restore came to its end beside {batch} decodes of up to {length} tokens; lower --batch or raise --budget-gib")
-    return beside, calm, control.shared.backup.num_bytes / statistics.median(spans)
+    return beside, calm, (end.restored_bytes - moved.restored_bytes) / seconds
 
 
 # steps
@@ -312,8 +310,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--trickle", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--trickle", type=int, default=12)
     parser.add_argument("--gap", type=float, default=0.2)
     parser.add_argument("--map-gib", type=float, default=64.0)
     parser.add_argument("--no-inductor", action="store_true")
@@ -332,6 +330,7 @@ def main() -> None:
         return common.write_results(f"elastic-{args.shape}", rows, device)  # after each part: a later one may fail
 
     begin = time.perf_counter()
+    torch.zeros(1, device=device)  # PyTorch's context first
     if "map" in args.parts:
         show("map", map_units(args.map_gib, device))
     policies = args.policies if "burst" in args.parts else []
@@ -362,6 +361,9 @@ def main() -> None:
         model.engine.close()
         del model
         common.release()
+    for model in ready.values():
+        if model is not None:
+            model.engine.close()
     if results:
         show("burst", results)
 
