@@ -29,8 +29,13 @@ class Case:
 
     label: str
     make: Callable[[torch.Generator, torch.dtype], tuple[Any, ...]]
-    tolerance: dict[torch.dtype, float]  # largest |a - b| / (1 + |b|); 0 asks for equal bits
+    tolerance: dict[torch.dtype, float]  # largest |a - b| / (1 + |b|), 0: equal bits; by dtype of the inputs, float8: of FP8 tensors
     reason: str  # why this tolerance
+
+    def allowed(self, result: torch.Tensor, dtype: torch.dtype) -> float:
+        """Tolerance of one result or written tensor of a call whose inputs are of ``dtype``."""
+        own = self.tolerance.get(torch.float8_e4m3fn) if result.dtype is torch.float8_e4m3fn else None
+        return self.tolerance[dtype] if own is None else own
 
     def inputs(self, device: torch.device, dtype: torch.dtype, seed: int) -> tuple[Any, ...]:
         """Arguments of the op on ``device``, floating tensors in ``dtype``."""

@@ -12,6 +12,7 @@ from depthfx.lowering.kernel_spec import KERNELS, enable_pdl, max_error
 from depthfx.lowering.kernels.paged_attention import step_inputs
 from depthfx.lowering.kernels.prefill_attention import launch_prefill, prefill_config, uses_hopper_kernel
 from tests.kernels.checks import CASES, check_case, outputs
+from tests.kernels.fp8_checks import check_every_byte_is_read, check_every_number_is_stored
 
 DTYPES = [pytest.param(dtype, id=str(dtype)[6:]) for dtype in (torch.float16, torch.bfloat16)]
 HALF = torch.float16
@@ -46,6 +47,12 @@ def test_a_graph_with_dependent_launch_gives_the_same_bits_in_every_replay(spec,
         graph.replay()
         torch.cuda.synchronize()
         assert all(max_error(a, b) == 0.0 for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_kv_holds_every_number_and_gives_every_byte(dtype):
+    check_every_number_is_stored(torch.ops.depthfx.kv_append, "cuda", dtype)
+    check_every_byte_is_read(torch.ops.depthfx.paged_attention, "cuda", dtype)
 
 
 LINEAR_SHAPES = [(6144, 4096), (4096, 14336), (960, 576), (576, 1536), (49152, 576)]
@@ -120,6 +127,7 @@ def test_both_prefill_kernels_agree(chunks, heads, dim, block):
     q = torch.randn(sum(rows for _, rows in chunks) + 3, heads[0], dim, generator=g).to(HALF).cuda()
     pool, tables, *step = (t.cuda() for t in (pool, tables, *step_inputs([], chunks, padding_rows=3)))
     assert uses_hopper_kernel(q, pool, 0, 0.0, None) and not uses_hopper_kernel(q, pool, 5, 0.0, None)
+    assert not uses_hopper_kernel(q, pool.to(torch.float8_e4m3fn), 0, 0.0, None)
     results = []
     for config in (prefill_config(dim, 2), None, None):
         out = torch.full_like(q, float("nan"))

@@ -30,16 +30,19 @@ class _Hopper:
         return 0
 
 
-def _facts(op: str, kernel: Any, name: str, pdl: bool, uses_dot: bool) -> dict[str, Any]:
+def _facts(op: str, case: str, kernel: Any, name: str, pdl: bool, uses_dot: bool) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
     return {
         "op": op,
+        "case": case,
         "kernel": name,
         "pdl": pdl,
         "uses_dot": uses_dot,
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "register_operands": len(re.findall(r"wgmma\.mma_async\S* \{[^}]*\}, \{", ptx)),
         "cp_async": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "fp8_reads": len(re.findall(r"cvt\S*\.e4m3x2 ", ptx)),
+        "fp8_writes": len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.", ptx)),
         "tensor_copies": len(re.findall(r"cp\.async\.bulk\.tensor", ptx)),
         "spills": len(re.findall(r"\.local\b", ptx)),
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4", ptx)),
@@ -50,7 +53,15 @@ def _facts(op: str, kernel: Any, name: str, pdl: bool, uses_dot: bool) -> dict[s
 
 # Cases beyond the first of an op: they take another kernel or another form of it.
 _LABELS = {
-    "paged_attention": ("decode-9:3x64-padding", "prefill-two-tiles-from-the-middle"),
+    "paged_attention": (
+        "decode-9:3x64-padding",
+        "prefill-two-tiles-from-the-middle",
+        "fp8-decode-9:3x64-padding",
+        "fp8-prefill-two-tiles-from-the-middle",
+        "fp8-mixed-4:2x128-softcap",
+    ),
+    "kv_append": ("17x3x64-block16-packed1", "7x3x80-block16-packed1-fp8"),
+    "rotary_append": ("3rows-9:3x64-rotary64-norms0", "3rows-4:2x96-rotary96-norms1-fp8"),
     "linear": ("1x72x576-bias1", "3x128x1024-bias0"),
     "gated_linear": ("1x96x576-silu", "3x64x1024-gelu_tanh"),
     "dual_linear": (
@@ -70,7 +81,7 @@ def main() -> None:
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         uses_dot = bool(kwargs.get("USE_DOT", False))
-        facts.append(_facts(current["op"], kernel, self.__name__, current["pdl"], uses_dot))
+        facts.append(_facts(current["op"], current["case"], kernel, self.__name__, current["pdl"], uses_dot))
         return kernel
 
     JITFunction.run = compile_only
@@ -78,20 +89,20 @@ def main() -> None:
     for name, spec in KERNELS.items():
         labels = _LABELS.get(name, (spec.cases[0].label,))
         for index, case in enumerate(c for c in spec.cases if c.label in labels):
-            current.update(op=name, pdl=index == 0)
+            current.update(op=name, case=case.label, pdl=index == 0)
             enable_pdl(current["pdl"])
             spec.launch(*case.inputs(torch.device("cpu"), torch.float16 if index else torch.bfloat16, 0))
     case = next(c for c in KERNELS.get("paged_attention").cases if c.label == "prefill-two-tiles-from-the-middle")
     q, pool, layer, *step = case.inputs(torch.device("cpu"), torch.bfloat16, 0)[:9]
     for tile in ((128, 2), (64, 4)):
-        current.update(op="paged_attention", pdl=False)
+        current.update(op="paged_attention", case="", pdl=False)
         launch_hopper(q, pool, layer, *step, torch.empty_like(q), 0, 0.125, 132, tile=tile)
     for rows, op, gated, coding, pdl in (
         (3, "dual_linear", False, 1, True),
         (40, "dual_gated_linear", True, 2, True),
         (100, "dual_linear", False, 1, False),
     ):
-        current.update(op=op, pdl=pdl)
+        current.update(op=op, case="", pdl=pdl)
         enable_pdl(pdl)
         x, flags = torch.empty(rows, 4096, dtype=torch.float16), torch.ones(1, dtype=torch.int32)
         upper, lower, shift = torch.empty(512, 4096, dtype=torch.uint8), torch.empty(512, 4096, dtype=torch.uint8), None

@@ -66,6 +66,16 @@ def test_the_prefill_kernel_for_hopper_loads_by_the_copy_engine_and_keeps_its_su
         assert c["shared_bytes"] <= 227 << 10
 
 
+def test_fp8_kv_is_rounded_and_widened_by_instruction(compiled):
+    found = [c for c in compiled if "fp8" in c["case"]]
+    kernels = [c["kernel"] for c in found]
+    assert sorted(set(kernels)) == ["_decode_attention_kernel", "_kv_append_kernel", "_prefill_attention_kernel", "_rotary_append_kernel"]
+    for c in found:
+        attention = "attention" in c["kernel"]
+        assert (c["fp8_reads"] > 0, c["fp8_writes"] > 0, c["spills"]) == (attention, not attention, 0), c
+        assert c["cp_async"] > 0 or not attention, c
+
+
 def test_the_streaming_kernel_copies_by_the_engine_and_multiplies_from_registers(compiled):
     found = [c for c in compiled if c["kernel"] == "_hopper_stream_kernel"]
     assert len(found) == 3

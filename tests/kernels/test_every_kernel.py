@@ -52,7 +52,7 @@ def test_op_keeps_its_contract(spec):
 def test_cases_state_a_tolerance_for_each_dtype(spec):
     assert len({case.label for case in spec.cases}) == len(spec.cases) > 0
     for case in spec.cases:
-        assert set(case.tolerance) == {torch.float32, torch.float16, torch.bfloat16}
+        assert set(case.tolerance) - {torch.float8_e4m3fn} == {torch.float32, torch.float16, torch.bfloat16}
         assert case.reason
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from depthfx.lowering.kernels._e4m3 import FP8
+
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 NORM_TOLERANCE = {F32: 1e-5, F16: 2e-3, BF16: 2.4e-2}
@@ -12,6 +14,9 @@ DOT_TOLERANCE = {F32: 2e-5, F16: 4e-3, BF16: 3e-2}
 DOT_REASON = "sums in another order, rounded to the model dtype at the end; the interpreter truncates bf16"
 COPY_TOLERANCE = {F32: 0.0, F16: 0.0, BF16: 0.0}
 COPY_REASON = "a pure move must keep every bit"
+STORE_FP8_REASON = "one rounding of the same numbers, to the nearest E4M3"
+STEP_FP8 = {FP8: 0.125, **NORM_TOLERANCE}
+STEP_FP8_REASON = "numbers that differ by a rounding of the model dtype may lie on two sides of a tie: one step of E4M3 (1/8) in the pool"
 
 
 def randn(g: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -24,6 +29,13 @@ def paged_tables(g: torch.Generator, num_requests: int, max_blocks: int, spare: 
     num_blocks = num_requests * max_blocks + spare
     ids = torch.randperm(num_blocks, generator=g)[: num_requests * max_blocks]
     return ids.view(num_requests, max_blocks).to(torch.int32), num_blocks
+
+
+def wide_randn(g: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Normal numbers with deviations from 1e-4 to 1e4: subnormal, normal and beyond the range of E4M3; one infinity and one NaN."""
+    numbers = torch.randn(*shape, generator=g) * 10.0 ** torch.randint(-4, 5, shape, generator=g)
+    numbers.view(-1)[torch.randperm(numbers.numel(), generator=g)[:2]] = torch.tensor([float("-inf"), float("nan")])
+    return numbers.to(dtype)
 
 
 def poisoned_pool(

@@ -1,7 +1,8 @@
 """Attention of decode rows: one query token against its paged context, split over key ranges, joined by the last program.
 
 For row t and head h: ``s_j = cap(scale * q[t, h] . k[j, h // G])`` over keys j in ``(position - window, position]``;
-``out = sum_j exp(s_j) v[j] / (sum_j exp(s_j) + exp(sink[h]))``. q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D], G = Hq / Hkv.
+``out = sum_j exp(s_j) v[j] / (sum_j exp(s_j) + exp(sink[h]))``. q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D] of the dtype of q or of E4M3,
+G = Hq / Hkv.
 Example: D = 1, q = 1, keys [0, 0], values [1, 3], scale 1, no sink: weights 1/2 and 1/2, out = 2.
 
 The grid depends on host numbers alone (rows, heads, width of the block table), so a captured graph fits every context;
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
 from depthfx.lowering.kernels._device import dot, pdl_release, pdl_wait, tanh
+from depthfx.lowering.kernels._e4m3 import decode, stored_form
 from depthfx.lowering.kernels._scratch import scratch_of
 from depthfx.lowering.kernels.kv_append import pool_strides
 
@@ -95,7 +97,7 @@ def _decode_attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     SPLITS: tl.constexpr, RANGE_KEYS: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
+    CODING: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one (KV head, row, key range); the G query heads of the KV head fill a tile of BLOCK_M rows."""
     kv_head = tl.program_id(0)
@@ -136,6 +138,8 @@ def _decode_attention_kernel(
             tile_mask = valid[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(k_base + at[:, None] + d[None, :], mask=tile_mask, other=0.0)
             v = tl.load(k_base + at[:, None] + (KV_HEADS * BLOCK_TOKENS * HEAD_DIM + d)[None, :], mask=tile_mask, other=0.0)
+            k = decode(k, q.dtype, CODING)
+            v = decode(v, q.dtype, CODING)
             scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_KEYS), tl.float32), WIDEN)
             if HAS_SOFTCAP:
                 scores = softcap * 1.4426950408889634 * tanh(scores * (scale / softcap))
@@ -187,14 +191,15 @@ def launch_decode(
     partials = config.num_splits * num_rows * num_heads if config.num_splits > 1 else 0
     scratch = scratch_of(q.device, max(1, partials * (block_d + 2)), num_rows * num_kv_heads)
     stride_block, stride_layer = pool_strides(kv_pool)
+    pool, coding = stored_form(kv_pool)
     _decode_attention_kernel[(num_kv_heads, num_rows, config.num_splits)](
-        q, kv_pool, out, sinks, scratch.values, scratch.values[partials * block_d :], scratch.counters,
+        q, pool, out, sinks, scratch.values, scratch.values[partials * block_d :], scratch.counters,
         positions, table_rows, block_tables,
         layer, scale, softcap, window, q.stride(0), q.stride(1), block_tables.stride(0), stride_block, stride_layer,
         HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
         GROUP=group, BLOCK_M=max(16, block_g), BLOCK_G=block_g, BLOCK_D=block_d, BLOCK_KEYS=config.block_keys,
         SPLITS=config.num_splits, RANGE_KEYS=config.range_keys,
         BLOCK_S=min(triton.next_power_of_2(config.num_splits), max(1, 4096 // (block_g * block_d))),
-        HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
+        HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, CODING=coding,
         STAGES=config.num_stages, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl_options(),
     )  # fmt: skip

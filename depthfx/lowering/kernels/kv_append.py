@@ -1,7 +1,8 @@
 """Write the keys and values of a step into their slots of the block-major KV pool.
 
-``kv_pool[block, layer, 0 | 1, h, slot, :] = k | v [t, h, :]`` with ``block = block_tables[table_rows[t], positions[t] // B]``
-and ``slot = positions[t] % B``; a row with position -1 writes nothing. k, v [T, Hkv, D], pool [blocks, L, 2, Hkv, B, D].
+``kv_pool[block, layer, 0 | 1, h, slot, :] = store(k | v [t, h, :])`` with ``block = block_tables[table_rows[t], positions[t] // B]``
+and ``slot = positions[t] % B``; a row with position -1 writes nothing. k, v [T, Hkv, D], pool [blocks, L, 2, Hkv, B, D] of the dtype
+of k (``store`` keeps every bit) or of E4M3 (``store`` rounds to the nearest and saturates at 448).
 Example: B = 16, position 35, table row [7, 2, 9]: block 9, slot 3.
 """
 
@@ -13,8 +14,9 @@ import triton.language as tl
 
 from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
-from depthfx.lowering.kernels._cases import COPY_REASON, COPY_TOLERANCE, paged_tables, randn
+from depthfx.lowering.kernels._cases import COPY_REASON, COPY_TOLERANCE, STORE_FP8_REASON, paged_tables, randn, wide_randn
 from depthfx.lowering.kernels._device import pdl_release, pdl_wait
+from depthfx.lowering.kernels._e4m3 import FP8, encode, round_to, stored_form
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -22,7 +24,7 @@ def _kv_append_kernel(
     k_ptr, v_ptr, pool_ptr, positions_ptr, table_rows_ptr, block_tables_ptr,
     layer, stride_kt, stride_kh, stride_vt, stride_vh, stride_table, stride_block, stride_layer,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, CODING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for all KV heads of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -39,8 +41,8 @@ def _kv_append_kernel(
         target += (heads * BLOCK_TOKENS + position % BLOCK_TOKENS) * HEAD_DIM + features
         k = tl.load(k_ptr + row * stride_kt + heads * stride_kh + features, mask=mask)
         v = tl.load(v_ptr + row * stride_vt + heads * stride_vh + features, mask=mask)
-        tl.store(target, k, mask=mask)
-        tl.store(target + HEADS * BLOCK_TOKENS * HEAD_DIM, v, mask=mask)
+        tl.store(target, encode(k, CODING), mask=mask)
+        tl.store(target + HEADS * BLOCK_TOKENS * HEAD_DIM, encode(v, CODING), mask=mask)
 
 
 def pool_strides(kv_pool: torch.Tensor) -> tuple[int, int]:
@@ -66,8 +68,8 @@ def reference(
     block_tokens = kv_pool.shape[4]
     blocks = block_tables[table_rows[rows].long(), at // block_tokens].long()
     slots = at % block_tokens
-    kv_pool[blocks, layer, 0, :, slots] = k[rows]
-    kv_pool[blocks, layer, 1, :, slots] = v[rows]
+    kv_pool[blocks, layer, 0, :, slots] = round_to(k[rows], kv_pool.dtype)
+    kv_pool[blocks, layer, 1, :, slots] = round_to(v[rows], kv_pool.dtype)
 
 
 def cpu(
@@ -89,13 +91,14 @@ def launch(
     k, v = inner_contiguous(k), inner_contiguous(v)
     num_rows, num_heads, head_dim = k.shape
     stride_block, stride_layer = pool_strides(kv_pool)
+    pool, coding = stored_form(kv_pool)
     if num_rows:
         _kv_append_kernel[(num_rows,)](
-            k, v, kv_pool, positions, table_rows, block_tables,
+            k, v, pool, positions, table_rows, block_tables,
             layer, k.stride(0), k.stride(1), v.stride(0), v.stride(1), block_tables.stride(0), stride_block, stride_layer,
             HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_TOKENS=kv_pool.shape[4],
             BLOCK_H=triton.next_power_of_2(num_heads), BLOCK_D=triton.next_power_of_2(head_dim),
-            num_warps=4, **pdl_options(),
+            CODING=coding, num_warps=4, **pdl_options(),
         )  # fmt: skip
 
 
@@ -106,22 +109,24 @@ def fake(
     return None
 
 
-def _case(rows: int, heads: int, head_dim: int, block_tokens: int, packed: bool) -> Case:
-    """``packed``: k and v are slices of one joined projection, so their row stride is larger than H * D."""
+def _case(rows: int, heads: int, head_dim: int, block_tokens: int, packed: bool, fp8: bool = False) -> Case:
+    """``packed``: k and v are slices of one joined projection, so their row stride is larger than H * D. ``fp8``: of the pool."""
+    draw = wide_randn if fp8 else randn
 
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
         tables, num_blocks = paged_tables(g, rows, 4)
-        pool = torch.full((num_blocks, 2, 2, heads, block_tokens, head_dim), float("nan"), dtype=dtype)
+        pool = torch.full((num_blocks, 2, 2, heads, block_tokens, head_dim), float("nan"), dtype=FP8 if fp8 else dtype)
         if packed:
-            joined = randn(g, dtype, rows, 3 * heads, head_dim)
+            joined = draw(g, dtype, rows, 3 * heads, head_dim)
             k, v = joined[:, heads : 2 * heads], joined[:, 2 * heads :]
         else:
-            k, v = randn(g, dtype, heads, rows, head_dim).transpose(0, 1), randn(g, dtype, rows, heads, head_dim)
+            k, v = draw(g, dtype, heads, rows, head_dim).transpose(0, 1), draw(g, dtype, rows, heads, head_dim)
         positions = torch.randint(0, 4 * block_tokens, (rows,), generator=g, dtype=torch.int32)
         positions[rows // 2] = -1 if rows > 1 else positions[0]
         return k, v, pool, 1, positions, torch.randperm(rows, generator=g).to(torch.int32), tables
 
-    return Case(f"{rows}x{heads}x{head_dim}-block{block_tokens}-packed{packed:d}", make, COPY_TOLERANCE, COPY_REASON)
+    label = f"{rows}x{heads}x{head_dim}-block{block_tokens}-packed{packed:d}" + "-fp8" * fp8
+    return Case(label, make, COPY_TOLERANCE, STORE_FP8_REASON if fp8 else COPY_REASON)
 
 
 register_kernel(
@@ -132,6 +137,13 @@ register_kernel(
         cpu=cpu,
         launch=launch,
         fake=fake,
-        cases=(_case(17, 3, 64, 16, True), _case(1, 1, 128, 16, False), _case(5, 8, 80, 8, True), _case(3, 2, 96, 32, False)),
+        cases=(
+            _case(17, 3, 64, 16, True),
+            _case(1, 1, 128, 16, False),
+            _case(5, 8, 80, 8, True),
+            _case(3, 2, 96, 32, False),
+            _case(7, 3, 80, 16, True, fp8=True),
+            _case(3, 2, 128, 8, False, fp8=True),
+        ),
     )
 )

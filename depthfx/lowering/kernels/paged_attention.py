@@ -3,7 +3,8 @@
 Row t attends keys 0..positions[t] of its request (its own K and V are in the pool already): ``softmax(cap(scale * q k)) v``, with
 an optional window (keys j with position - j < window), soft cap ``c * tanh(s / c)`` and sinks (one more logit for each head in the
 denominator). Rows ``[0, num_decode_rows)`` go to the decode kernel; the rest are prefill chunks cut in tiles.
-q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D], result [T, Hq, D]; padding rows come out as zeros.
+q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D] of the dtype of q or of E4M3 (widened exactly when read), result [T, Hq, D]; padding rows
+come out as zeros.
 Example: 2 decode rows and one chunk of 130 rows: T = 132, chunk_starts = [2, 132], tile_chunks = [0, 0], tile_starts = [0, 128].
 """
 
@@ -14,6 +15,7 @@ import torch
 from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels._cases import BF16, F16, F32, paged_tables, poisoned_pool, randn
+from depthfx.lowering.kernels._e4m3 import FP8, round_to
 from depthfx.lowering.kernels.decode_attention import launch_decode
 from depthfx.lowering.kernels.prefill_attention import launch_prefill
 from depthfx.records import PREFILL_TILE_ROWS
@@ -47,11 +49,11 @@ def reference(
     return out
 
 
-def _gather(kv_pool: torch.Tensor, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Keys and values ``[2, Hkv, n, K, D]`` of the named blocks [n, blocks of a request]: one copy, already in order."""
+def _gather(kv_pool: torch.Tensor, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values ``[2, Hkv, n, K, D]`` in ``dtype`` of the named blocks [n, blocks of a request]: one copy, already in order."""
     num_heads, _, head_dim = kv_pool.shape[3:]
     taken = kv_pool[:, layer].permute(1, 2, 0, 3, 4).index_select(2, blocks.reshape(-1))
-    return taken.view(2, num_heads, blocks.shape[0], -1, head_dim)
+    return taken.view(2, num_heads, blocks.shape[0], -1, head_dim).to(dtype)
 
 
 def _attend(
@@ -118,7 +120,7 @@ def _gathered_decode(
         index = torch.tensor(rows)
         columns = torch.tensor(firsts)[:, None] + torch.arange(width)
         columns = torch.minimum(columns, positions[index][:, None] // block_tokens)
-        taken = _gather(kv_pool, layer, block_tables[table_rows[index].long()[:, None], columns])
+        taken = _gather(kv_pool, layer, block_tables[table_rows[index].long()[:, None], columns], q.dtype)
         mask = None
         if len(rows) == 1:  # cut to the keys that are seen: no mask
             base = firsts[0] * block_tokens
@@ -164,7 +166,7 @@ def cpu(
         low = _first_key(at[begin], window)
         base = low // block_tokens
         blocks = block_tables[int(table_rows[begin]), base : at[end - 1] // block_tokens + 1]
-        taken = _gather(kv_pool, layer, blocks[None])[:, :, :, low - base * block_tokens : at[end - 1] + 1 - base * block_tokens]
+        taken = _gather(kv_pool, layer, blocks[None], q.dtype)[:, :, :, low - base * block_tokens : at[end - 1] + 1 - base * block_tokens]
         distance = torch.arange(at[begin], at[end - 1] + 1)[:, None] - torch.arange(low, at[end - 1] + 1)[None, :]
         mask = (distance >= 0) & (distance < window) if window > 0 else distance >= 0
         out[begin:end] = _attend(q[None, begin:end], taken, mask[None, None], scale, softcap, sinks)[0]
@@ -229,8 +231,9 @@ _REASON = "online softmax sums in another order and rounds its weights to the mo
 def _case(
     label: str, heads: tuple[int, int], head_dim: int, decodes: list[int], chunks: list[tuple[int, int]], *,
     padding: int = 0, block_tokens: int = 16, window: int = 0, softcap: float = 0.0, sinks: bool = False, table_blocks: int = 0,
+    fp8: bool = False,
 ) -> Case:  # fmt: skip
-    """``table_blocks``: width of the block table, which alone decides how many key ranges the decode kernel plans."""
+    """``table_blocks``: width of the block table, which alone decides how many key ranges the decode kernel plans. ``fp8``: of the pool."""
 
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
         positions, table_rows, starts, tile_chunks, tile_starts = step_inputs(decodes, chunks, padding)
@@ -238,6 +241,7 @@ def _case(
         width = max(table_blocks, max(-(-n // block_tokens) for n in lengths))
         tables, num_blocks = paged_tables(g, len(lengths), width)
         pool = poisoned_pool(g, dtype, (num_blocks, 2, 2, heads[1], block_tokens, head_dim), tables, lengths, layer=1)
+        pool = round_to(pool, FP8) if fp8 else pool
         q = randn(g, dtype, len(positions), heads[0] + 2, head_dim)[:, : heads[0]]
         sink_logits = randn(g, dtype, heads[0]) if sinks else None
         return (
@@ -269,6 +273,12 @@ register_kernel(
             _case("prefill-window-softcap-sinks", (2, 2), 80, [], [(60, 150)], window=70, softcap=8.0, sinks=True),
             _case("prefill-small-window", (1, 1), 128, [], [(33, 140)], window=3, block_tokens=8),
             _case("mixed-4:2x96", (4, 2), 96, [40, -1, 3], [(20, 33), (0, 5)], padding=2),
+            _case("fp8-decode-9:3x64-padding", (9, 3), 64, [0, 15, -1, 70], [], table_blocks=12, fp8=True),
+            _case("fp8-decode-8:1x80-splits-window-sinks", (8, 1), 80, [200, 63], [], table_blocks=16, window=90, sinks=True, fp8=True),
+            _case("fp8-prefill-two-tiles-from-the-middle", (2, 1), 64, [], [(100, 140), (0, 1)], fp8=True),
+            _case(
+                "fp8-mixed-4:2x128-softcap", (4, 2), 128, [40, -1, 3], [(20, 33), (0, 5)], padding=2, block_tokens=8, softcap=5.0, fp8=True
+            ),
         ),
     )
 )

@@ -1,7 +1,7 @@
 """Attention of prefill rows: tiles of consecutive queries against the paged context of their request.
 
 Row t with position p of head h: softmax over keys j in ``(p - window, p]`` of ``cap(scale * q[t, h] . k[j, h // G])``, times v;
-a sink adds one logit to the denominator. q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D].
+a sink adds one logit to the denominator. q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D] of the dtype of q or of E4M3.
 Example: a chunk of 200 rows from position 300 on has two tiles, rows 0 to 127 and 128 to 199; the first visits keys 0 to
 300 without any mask and keys 301 to 427 with the causal mask.
 """
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, is_hopper, pdl_options
 from depthfx.lowering.kernels._device import dot, pdl_release, pdl_wait, tanh
+from depthfx.lowering.kernels._e4m3 import decode, stored_form
 from depthfx.lowering.kernels.kv_append import pool_strides
 from depthfx.records import PREFILL_TILE_ROWS
 
@@ -45,7 +46,7 @@ def _attend(
     acc, top, total, q, base, table, rows, first_key, end_key, lowest_key, num_keys, scale, softcap, window,
     stride_block, VALUE_OFFSET: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    STAGES: tl.constexpr, CODING: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Visit the keys ``[first_key, end_key)``; only MASKED ranges compare positions. ``rows``: positions of the queries."""
     d = tl.arange(0, BLOCK_D)
@@ -71,6 +72,8 @@ def _attend(
         else:
             k = tl.load(at, mask=(d < HEAD_DIM)[None, :], other=0.0)
             v = tl.load(at + VALUE_OFFSET, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        k = decode(k, q.dtype, CODING)
+        v = decode(v, q.dtype, CODING)
         scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_KEYS), tl.float32), WIDEN)
         if HAS_SOFTCAP:
             scores = softcap * 1.4426950408889634 * tanh(scores * factor)
@@ -115,7 +118,8 @@ def _prefill_attention_kernel(
     stride_qt, stride_qh, stride_table, stride_block, stride_layer,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, CODING: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one (tile of BLOCK_M rows, head); heads of a tile are neighbours and share keys in L2."""
     head = tl.program_id(0) % HEADS
@@ -162,15 +166,15 @@ def _prefill_attention_kernel(
             if window > 0:
                 acc, top, total = _attend(
                     acc, top, total, q, base, table, rows, begin, left, lowest, num_keys, scale, softcap, window,
-                    stride_block, VALUE_OFFSET, HEAD_DIM, BLOCK_TOKENS, BLOCK_D, BLOCK_KEYS, True, HAS_SOFTCAP, 1, WIDEN,
+                    stride_block, VALUE_OFFSET, HEAD_DIM, BLOCK_TOKENS, BLOCK_D, BLOCK_KEYS, True, HAS_SOFTCAP, 1, CODING, WIDEN,
                 )  # fmt: skip
             acc, top, total = _attend(
                 acc, top, total, q, base, table, rows, left, right, lowest, num_keys, scale, softcap, window,
-                stride_block, VALUE_OFFSET, HEAD_DIM, BLOCK_TOKENS, BLOCK_D, BLOCK_KEYS, False, HAS_SOFTCAP, STAGES, WIDEN,
+                stride_block, VALUE_OFFSET, HEAD_DIM, BLOCK_TOKENS, BLOCK_D, BLOCK_KEYS, False, HAS_SOFTCAP, STAGES, CODING, WIDEN,
             )  # fmt: skip
             acc, top, total = _attend(
                 acc, top, total, q, base, table, rows, right, num_keys, lowest, num_keys, scale, softcap, window,
-                stride_block, VALUE_OFFSET, HEAD_DIM, BLOCK_TOKENS, BLOCK_D, BLOCK_KEYS, True, HAS_SOFTCAP, 1, WIDEN,
+                stride_block, VALUE_OFFSET, HEAD_DIM, BLOCK_TOKENS, BLOCK_D, BLOCK_KEYS, True, HAS_SOFTCAP, 1, CODING, WIDEN,
             )  # fmt: skip
             if HAS_SINKS:
                 total += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634 - top)
@@ -181,7 +185,8 @@ def _prefill_attention_kernel(
 def uses_hopper_kernel(q: torch.Tensor, kv_pool: torch.Tensor, window: int, softcap: float, sinks: torch.Tensor | None) -> bool:
     """Whether ``_hopper_prefill`` serves a call: plain causal attention of 16-bit numbers, head dimension 64 or 128, on Hopper.
 
-    Blocks hold 16, 32 or 64 tokens, and rows start at addresses that the tensor copy engine takes (multiples of 16 bytes).
+    The pool has the dtype of q (FP8 goes to the kernel in this file), its blocks hold 16, 32 or 64 tokens, and rows start at addresses
+    that the tensor copy engine takes (multiples of 16 bytes).
     At 4 x 2048 tokens it reaches twice the speed of the kernel in this file, which serves everything else.
     """
     head_dim = q.shape[2]
@@ -189,7 +194,7 @@ def uses_hopper_kernel(q: torch.Tensor, kv_pool: torch.Tensor, window: int, soft
         q.device.type == "cuda"
         and is_hopper(q.device.index)
         and window <= 0 and softcap <= 0 and sinks is None
-        and q.element_size() == 2 and head_dim in (64, 128) and kv_pool.shape[4] in (16, 32, 64)
+        and q.element_size() == 2 and kv_pool.dtype == q.dtype and head_dim in (64, 128) and kv_pool.shape[4] in (16, 32, 64)
         and (q.stride(0) | q.stride(1)) % 8 == 0 and q.data_ptr() % 16 == 0
         and (kv_pool.stride(0) | kv_pool.stride(1)) % head_dim == 0 and kv_pool.data_ptr() % 16 == 0
     )  # fmt: skip
@@ -217,12 +222,13 @@ def launch_prefill(
     num_tiles, num_chunks = tile_chunks.shape[0], chunk_starts.shape[0] - 1
     config = config or prefill_config(head_dim, q.element_size())
     stride_block, stride_layer = pool_strides(kv_pool)
+    pool, coding = stored_form(kv_pool)
     _prefill_attention_kernel[((num_tiles + 1) * num_heads,)](
-        q, kv_pool, out, sinks, positions, table_rows, block_tables, chunk_starts, tile_chunks, tile_starts,
+        q, pool, out, sinks, positions, table_rows, block_tables, chunk_starts, tile_chunks, tile_starts,
         layer, num_tiles, num_chunks, num_decode_rows, num_rows, scale, softcap, window,
         q.stride(0), q.stride(1), block_tables.stride(0), stride_block, stride_layer,
         HEADS=num_heads, KV_HEADS=kv_pool.shape[3], HEAD_DIM=head_dim, BLOCK_TOKENS=kv_pool.shape[4],
         BLOCK_M=PREFILL_TILE_ROWS, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_KEYS=config.block_keys,
-        HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None,
+        HAS_SOFTCAP=softcap > 0, HAS_SINKS=sinks is not None, CODING=coding,
         STAGES=config.num_stages, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl_options(),
     )  # fmt: skip

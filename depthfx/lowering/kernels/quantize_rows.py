@@ -12,34 +12,14 @@ import triton
 import triton.language as tl
 
 from depthfx.lowering.fragment_order import is_fragment_order, to_fragment_order
-from depthfx.lowering.kernel_spec import INTERPRETED, Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
+from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels._cases import BF16, F16, F32, randn
 from depthfx.lowering.kernels._device import pdl_release, pdl_wait
+from depthfx.lowering.kernels._e4m3 import LARGEST, in_software, to_e4m3
 from depthfx.lowering.kernels._join_bytes import stored_order
 
-LARGEST = 448.0  # of E4M3
 SMALLEST = 1e-12  # keeps the scale of a row of zeros a normal number
 MAX_BLOCK = 16384  # columns of a row that a program holds in registers; longer rows are read twice
-
-
-@triton.jit
-def _e4m3_bits(x):
-    """The E4M3 bytes nearest to fp32 numbers of magnitude at most 448, ties to even, NaN kept; the interpreter's own cast loses carries."""
-    code = x.to(tl.int32, bitcast=True)
-    magnitude = code & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)  # exponent biases 127 and 7
-    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF  # below 2^-6, in steps of 2^-9
-    byte = tl.where(magnitude < 0x3C800000, small, normal)
-    return (tl.where(x == x, byte, 0x7F) | ((code >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def _to_e4m3(x, SOFT: tl.constexpr):
-    """Bytes of fp32 numbers as `_e4m3_bits` has them; by the device's own instruction where it has one."""
-    if SOFT:
-        return _e4m3_bits(tl.minimum(tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL), 448.0, propagate_nan=tl.PropagateNan.ALL))
-    else:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -64,15 +44,10 @@ def _quantize_rows_kernel(
     for start in range(0, BLOCK_K if ONE_BLOCK else num_inputs, BLOCK_K):
         if not ONE_BLOCK:
             x = tl.load(x_ptr + row * stride_x + start + k, mask=start + k < num_inputs, other=0.0)
-        q = _to_e4m3(x.to(tl.float32) * factor, SOFT)
+        q = to_e4m3(x.to(tl.float32) * factor, SOFT)
         if ORDERED:
             q = stored_order(q, BLOCK_K)
         tl.store(out_ptr + row * num_inputs + start + k, q, mask=start + k < num_inputs)
-
-
-def _rounds_in_software(device: torch.device) -> bool:
-    """Whether the device has no instruction from fp32 to E4M3 (below compute capability 8.9, and the interpreter)."""
-    return INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
 
 
 def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +67,7 @@ def launch(x: torch.Tensor, more_rows: int = 0) -> tuple[torch.Tensor, torch.Ten
     block_k = min(MAX_BLOCK, max(64, triton.next_power_of_2(num_inputs)))
     _quantize_rows_kernel[(num_rows,)](
         x, out.view(torch.uint8), scale, num_inputs, x.stride(0), ORDERED=is_fragment_order(num_inputs), BLOCK_K=block_k,
-        ONE_BLOCK=block_k >= num_inputs, SOFT=_rounds_in_software(x.device), num_warps=min(16, max(4, block_k // 512)), **pdl_options(),
+        ONE_BLOCK=block_k >= num_inputs, SOFT=in_software(x.device), num_warps=min(16, max(4, block_k // 512)), **pdl_options(),
     )  # fmt: skip
     return out, scale
 

@@ -16,8 +16,18 @@ import triton.language as tl
 from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels import kv_append
-from depthfx.lowering.kernels._cases import NORM_REASON, NORM_TOLERANCE, paged_tables, randn
+from depthfx.lowering.kernels._cases import (
+    COPY_TOLERANCE,
+    NORM_REASON,
+    NORM_TOLERANCE,
+    STEP_FP8,
+    STEP_FP8_REASON,
+    STORE_FP8_REASON,
+    paged_tables,
+    randn,
+)
 from depthfx.lowering.kernels._device import pdl_release, pdl_wait
+from depthfx.lowering.kernels._e4m3 import FP8, encode, stored_form
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -26,7 +36,7 @@ def _rotary_append_kernel(
     eps, layer, stride_qkv, stride_cos, stride_sin, stride_table, stride_block, stride_layer,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, CODING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_H heads (q, then k, then v) of one row; a tile is [BLOCK_H, BLOCK_D >= D]."""
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +84,7 @@ def _rotary_append_kernel(
         target = pool_ptr + block * stride_block + layer.to(tl.int64) * stride_layer
         # K heads, then V heads: the pool's own order of [2, Hkv]
         target += ((heads - HEADS) * BLOCK_TOKENS + position % BLOCK_TOKENS) * HEAD_DIM + d
-        tl.store(target, result, mask=mask & (heads >= HEADS))
+        tl.store(target, encode(result, CODING), mask=mask & (heads >= HEADS))
 
 
 def _check(qkv: torch.Tensor, cos: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -137,15 +147,16 @@ def launch(
     qkv, cos, sin = inner_contiguous(qkv), inner_contiguous(cos), inner_contiguous(sin)
     num_rows = qkv.shape[0]
     stride_block, stride_layer = kv_append.pool_strides(kv_pool)
+    pool, coding = stored_form(kv_pool)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_h = 2 if num_rows <= 64 else 8  # few rows: many small programs; many rows: fewer, larger ones
     if num_rows:
         _rotary_append_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, block_h))](
-            qkv, cos, sin, q_norm, k_norm, out, kv_pool, positions, table_rows, block_tables,
+            qkv, cos, sin, q_norm, k_norm, out, pool, positions, table_rows, block_tables,
             norm_eps, layer, qkv.stride(0), cos.stride(0), sin.stride(0), block_tables.stride(0), stride_block, stride_layer,
             HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=cos.shape[1],
             BLOCK_TOKENS=kv_pool.shape[4], BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(head_dim),
-            HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None,
+            HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None, CODING=coding,
             num_warps=1 if num_rows <= 64 else 4, **pdl_options(),
         )  # fmt: skip
     return out
@@ -160,28 +171,39 @@ def fake(
 
 
 def _case(
-    rows: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: bool, block_tokens: int = 16, extra: int = 0
-) -> Case:
-    """``extra``: columns behind each row of qkv, so that the row stride is larger than the row."""
+    rows: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: bool, block_tokens: int = 16, extra: int = 0,
+    fp8: bool = False, exact: bool = False,
+) -> Case:  # fmt: skip
+    """``extra``: columns behind each row of qkv, so that the row stride is larger than the row. ``fp8``: of the pool.
+
+    ``exact``: quarter turns of numbers from far below to far above what E4M3 holds, so that nothing but the store rounds.
+    """
 
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
         width = (heads + 2 * kv_heads) * head_dim
         qkv = randn(g, dtype, rows, width + extra)[:, :width]
         angles = 6.3 * torch.rand(rows, rotary_dim // 2, generator=g)
         angles = torch.cat((angles, angles), dim=1)
+        cos, sin = angles.cos(), angles.sin()
+        if exact:
+            qkv = (qkv.float() * 10.0 ** torch.randint(-4, 4, qkv.shape, generator=g)).to(dtype)
+            quarters = torch.randint(0, 4, (rows, rotary_dim // 2), generator=g).repeat(1, 2)
+            cos, sin = torch.tensor([1.0, 0.0, -1.0, 0.0])[quarters], torch.tensor([0.0, 1.0, 0.0, -1.0])[quarters]
         q_norm, k_norm = (1 + 0.1 * randn(g, dtype, head_dim) for _ in range(2)) if norms else (None, None)
         tables, num_blocks = paged_tables(g, rows, 3)
-        pool = torch.full((num_blocks, 2, 2, kv_heads, block_tokens, head_dim), float("nan"), dtype=dtype)
+        pool = torch.full((num_blocks, 2, 2, kv_heads, block_tokens, head_dim), float("nan"), dtype=FP8 if fp8 else dtype)
         positions = torch.randint(0, 3 * block_tokens, (rows,), generator=g, dtype=torch.int32)
         positions[-1] = -1 if rows > 1 else positions[-1]
         table_rows = torch.randperm(rows, generator=g).to(torch.int32)
         return (
-            qkv, angles.cos().to(dtype), angles.sin().to(dtype), q_norm, k_norm, 1e-6, pool, 1, positions, table_rows, tables,
+            qkv, cos.to(dtype), sin.to(dtype), q_norm, k_norm, 1e-6, pool, 1, positions, table_rows, tables,
             heads, kv_heads, head_dim,
         )  # fmt: skip
 
-    label = f"{rows}rows-{heads}:{kv_heads}x{head_dim}-rotary{rotary_dim}-norms{norms:d}"
-    return Case(label, make, NORM_TOLERANCE, NORM_REASON)
+    label = f"{rows}rows-{heads}:{kv_heads}x{head_dim}-rotary{rotary_dim}-norms{norms:d}" + "-fp8" * fp8 + "-exact" * exact
+    if exact:
+        return Case(label, make, COPY_TOLERANCE, STORE_FP8_REASON)
+    return Case(label, make, STEP_FP8, STEP_FP8_REASON) if fp8 else Case(label, make, NORM_TOLERANCE, NORM_REASON)
 
 
 register_kernel(
@@ -199,6 +221,9 @@ register_kernel(
             _case(17, 4, 1, 128, 128, norms=True, extra=16),
             _case(1, 8, 1, 80, 32, norms=False, block_tokens=8),
             _case(65, 1, 1, 96, 96, norms=True),
+            _case(5, 3, 1, 80, 32, norms=False, block_tokens=8, extra=16, fp8=True, exact=True),
+            _case(66, 4, 2, 64, 64, norms=False, fp8=True, exact=True),
+            _case(3, 4, 2, 96, 96, norms=True, fp8=True),
         ),
     )
 )
