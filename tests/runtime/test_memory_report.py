@@ -31,6 +31,11 @@ def drain(engine):
         assert all(output.error is None for output in engine.step())
 
 
+def one_owner(sample):
+    """The sum over owners, each of which has the byte alone."""
+    return sample.kv_held_bytes + sample.kv_cached_bytes + sample.kv_free_bytes + sample.restoring_bytes + sample.residual_bytes
+
+
 @pytest.fixture(scope="module")
 def served():
     """A model in the middle of a burst, all residuals lent."""
@@ -85,8 +90,13 @@ def test_report_of_lent_memory(served):
 
 def test_report_after_restore_and_close():
     model = compiled()
+    model.engine._timeline.interval_s = 0.0
     burst(model.engine)
     drain(model.engine)
+    samples = model.engine.timeline()
+    assert {one_owner(s) for s in samples} == {28 * 6144}
+    assert all(any(getattr(s, f"{name}_bytes") for s in samples) for name in ("kv_held", "kv_cached", "kv_free", "residual"))
+    assert any(s.num_preemptions for s in samples)
     model.engine.restore()
     text = model.memory()
     assert "90.00 KiB in place, 0 bytes coming back, 0 bytes lent" in text
@@ -127,8 +137,7 @@ def test_report_without_elastic_memory_and_without_engine():
 def test_timeline_gives_each_byte_one_owner(served):
     samples = served.engine.timeline()
     assert len(samples) > 3
-    total = {s.kv_held_bytes + s.kv_cached_bytes + s.kv_free_bytes + s.restoring_bytes + s.residual_bytes for s in samples}
-    assert total == {28 * 6144}
+    assert {one_owner(s) for s in samples} == {28 * 6144}
     usage = served.engine.stats().kv
     assert samples[-1].kv_held_bytes == usage.bytes.base_held + usage.bytes.lent_held
     assert samples[-1].residual_bytes == usage.bytes.backed == 0
