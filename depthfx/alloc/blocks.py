@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from depthfx.errors import InternalError
@@ -19,21 +19,27 @@ class BlockPool:
 
     Operations on one block take constant time, or logarithmic time in the number of free blocks. Blocks that nobody holds are
     handed out in this order: plain free ones, the lowest first, then the cached block that was given up first. Blocks from
-    ``num_open`` on are closed at first (None: no block is): they exist, but cannot be handed out until they are opened.
+    ``num_open`` on are closed at first (None: no block is): they exist, but cannot be handed out until they are opened. ``on_evict`` is told
+    each cached block that :meth:`take` hands out, while its content is still there. As long as blocks from ``num_open`` on are open, the
+    cached blocks below go before them, and of those above the lowest goes first, so that lent memory empties and can be given back.
     """
 
-    def __init__(self, num_blocks: int, num_open: int | None = None) -> None:
+    def __init__(self, num_blocks: int, num_open: int | None = None, on_evict: Callable[[int], None] | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_open = num_blocks if num_open is None else num_open
         self._free = list(range(self.num_open))  # a heap of free blocks, and of those in _stale
         self._stale: set[int] = set()  # closed while free: they leave the heap when they come to its top
         self._closed = bytearray(self.num_open) + b"\1" * (num_blocks - self.num_open)
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._num_own = self.num_open  # blocks below are never closed
+        self._cached: OrderedDict[int, None] = OrderedDict()  # those below _num_own, oldest first
+        self._lent: OrderedDict[int, None] = OrderedDict()  # cached ones from there on
+        self._lent_heap: list[int] = []  # of those, and of some that are cached no more
         self._holders = [0] * num_blocks
         self._keys: list[ChainKey | None] = [None] * num_blocks  # None: not findable
         self._chains: list[int | None] = [None] * num_blocks  # number of the chain that ends in this block
         self._index: dict[ChainKey, int] = {}
         self._next_chain = 0
+        self._on_evict = on_evict
 
     @property
     def num_free(self) -> int:
@@ -43,12 +49,12 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that nobody holds and that are still findable."""
-        return len(self._cached)
+        return len(self._cached) + len(self._lent)
 
     @property
     def num_available(self) -> int:
         """Blocks that :meth:`take` can hand out."""
-        return len(self._free) - len(self._stale) + len(self._cached)
+        return len(self._free) - len(self._stale) + len(self._cached) + len(self._lent)
 
     @property
     def num_held(self) -> int:
@@ -73,11 +79,19 @@ class BlockPool:
 
     def take(self) -> int:
         """Hands out one block with unspecified content, held once. Raises :class:`InternalError` if none is available."""
-        block = self._pop_free(self.num_blocks)
+        own_first = bool(self._cached) and self.num_open > self._num_own
+        lowest = self._lowest_lent()
+        block = self._pop_free(self._num_own if own_first else self.num_blocks if lowest is None else lowest)
         if block is None:
-            if not self._cached:
+            if self._cached:
+                block, _ = self._cached.popitem(last=False)
+            elif lowest is not None:
+                block = lowest
+                del self._lent[block]
+            else:
                 raise InternalError("no KV block is available; ask for num_available before taking blocks")
-            block, _ = self._cached.popitem(last=False)
+            if self._on_evict is not None:
+                self._on_evict(block)
             self._unpublish(block)
         self._chains[block] = None
         self._holders[block] = 1
@@ -86,9 +100,10 @@ class BlockPool:
     def share(self, block: int) -> None:
         """Adds a holder to a held or cached block."""
         if self._holders[block] == 0:
-            if block not in self._cached:
+            cache = self._cache_of(block)
+            if block not in cache:
                 raise InternalError(f"KV block {block} is neither held nor cached, so it cannot be shared")
-            del self._cached[block]
+            del cache[block]
         self._holders[block] += 1
 
     def drop(self, block: int) -> bool:
@@ -101,7 +116,9 @@ class BlockPool:
         if self._keys[block] is None:
             heappush(self._free, block)
         else:
-            self._cached[block] = None
+            self._cache_of(block)[block] = None
+            if block >= self._num_own:
+                heappush(self._lent_heap, block)
         return True
 
     def open(self, blocks: range) -> None:
@@ -130,8 +147,8 @@ class BlockPool:
             if self._closed[block] or self._holders[block]:
                 raise InternalError(f"KV block {block} is closed, but it is {'closed already' if self._closed[block] else 'held'}")
         for block in blocks:
-            if block in self._cached:
-                del self._cached[block]
+            if block in self._cache_of(block):
+                del self._cache_of(block)[block]
                 self._unpublish(block)
             else:
                 self._stale.add(block)
@@ -148,13 +165,13 @@ class BlockPool:
         while len(targets) < len(sources) and (block := self._pop_free(end)) is not None:
             targets.append(block)
         num_free = len(targets)
-        targets += [block for block in self._cached if block < end][: len(sources) - num_free]
+        targets += [block for cache in (self._cached, self._lent) for block in cache if block < end][: len(sources) - num_free]
         if len(targets) < len(sources):
             for block in targets[:num_free]:
                 heappush(self._free, block)
             return []
         for block in targets[num_free:]:
-            del self._cached[block]
+            del self._cache_of(block)[block]
             self._unpublish(block)
         for source, target in zip(sources, targets):
             self._move(source, target)
@@ -188,8 +205,9 @@ class BlockPool:
         if self._keys[block] is None:
             return
         self._unpublish(block)
-        if block in self._cached:
-            del self._cached[block]
+        cache = self._cache_of(block)
+        if block in cache:
+            del cache[block]
             heappush(self._free, block)
 
     def check(self, holders: list[int]) -> None:
@@ -199,17 +217,28 @@ class BlockPool:
         for block in range(self.num_blocks):
             if self._holders[block] != holders[block]:
                 raise InternalError(f"KV block {block} counts {self._holders[block]} holders, but {holders[block]} table entries name it")
-            owners = (block in free) + (block in self._cached) + (holders[block] > 0) + self._closed[block]
+            owners = (block in free) + self.is_cached(block) + (holders[block] > 0) + self._closed[block]
             if owners != 1:
                 raise InternalError(f"KV block {block} has {owners} owners among free, cached, held and closed; it must have one")
             key = self._keys[block]
             if key is not None and self._index.get(key) != block:
                 raise InternalError(f"KV block {block} has a key, but the index does not lead to it")
-            if block in self._cached and key is None:
+            if self.is_cached(block) and key is None:
                 raise InternalError(f"KV block {block} is cached, but cannot be found")
         if len(self._index) != sum(key is not None for key in self._keys):
             raise InternalError("the index of findable KV blocks has entries that no block owns")
         self._check_reclaim_order()
+
+    def _cache_of(self, block: int) -> OrderedDict[int, None]:
+        return self._cached if block < self._num_own else self._lent
+
+    def _lowest_lent(self) -> int | None:
+        heap, lent = self._lent_heap, self._lent
+        while heap and heap[0] not in lent:
+            heappop(heap)
+        if len(heap) > 2 * len(lent) + 64:  # blocks that were found again and given up again stand in it many times
+            self._lent_heap = heap = sorted(lent)
+        return heap[0] if heap else None
 
     def _pop_free(self, end: int) -> int | None:
         while self._free and self._free[0] < end:
@@ -246,7 +275,7 @@ class BlockPool:
             raise InternalError(f"{self.num_open} KV blocks count as open, but {self.num_blocks - sum(self._closed)} are")
 
     def _check_reclaim_order(self) -> None:
-        place = {block: i for i, block in enumerate(self._cached)}
+        place = {block: i for cache in (self._cached, self._lent) for i, block in enumerate(cache)}
         by_chain = {self._chains[block]: block for block in self._index.values()}
         for block in self._index.values():
             parent = by_chain.get(self._keys[block][0])  # type: ignore[index,arg-type]
@@ -254,5 +283,6 @@ class BlockPool:
                 continue
             if self._holders[block]:
                 raise InternalError(f"KV block {parent} can be reclaimed, but block {block} continues it and is held")
-            if place[block] > place[parent]:
+            own = block < self._num_own and parent < self._num_own  # of others the lowest goes first, whatever continues it
+            if own and place[block] > place[parent]:
                 raise InternalError(f"KV block {parent} would be reclaimed before block {block}, which continues it")

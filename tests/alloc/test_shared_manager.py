@@ -45,6 +45,21 @@ def test_all_blocks_can_be_one_requests_and_count_as_what_can_ever_fit():
     assert not manager.grow("a", 11 * BLOCK)
 
 
+def test_after_a_burst_new_requests_stay_out_of_lent_units():
+    manager = build()
+    for name, first in (("a", 0), ("b", 200), ("c", 400)):
+        computed(manager, name, 3, first)  # nine blocks: all base ones and all units
+    for name in "abc":
+        manager.release(name)  # everything is cached now, the units' blocks as well
+    assert states(manager) == ["FREE"] * 3
+    manager.take_table_writes()
+    admitted(manager, "new", 3, 800)
+    assert max(table(manager).values()) < 4 and states(manager) == ["FREE"] * 3
+    admitted(manager, "more", 3, 900)  # one base block is left, then the lowest unit
+    assert sorted(table(manager).values()) == [3, 4, 5] and states(manager) == ["FULL", "FREE", "FREE"]
+    assert manager.region.next_to_restore() == 2
+
+
 def test_a_region_may_have_no_base_blocks():
     manager = build(num_base=0)
     assert (manager.open_blocks, manager.num_available) == (0, 6)
