@@ -70,12 +70,14 @@ class BlockPool:
         return not self._closed[block]
 
     def num_cached_below(self, end: int) -> int:
-        """Cached blocks with an id below ``end``; takes time for each cached block."""
-        return sum(block < end for block in self._cached)
+        """Cached blocks with an id below ``end``; takes time for each cached block unless ``end`` parts own from lent blocks."""
+        if end == self._num_own:
+            return len(self._cached)
+        return sum(block < end for cache in (self._cached, self._lent) for block in cache)
 
     def is_cached(self, block: int) -> bool:
         """Whether nobody holds the block, and it is still findable."""
-        return block in self._cached
+        return block in self._cache_of(block)
 
     def take(self) -> int:
         """Hands out one block with unspecified content, held once. Raises :class:`InternalError` if none is available."""
