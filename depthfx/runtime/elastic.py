@@ -6,7 +6,8 @@ Lending itself happens in `MemoryManager`, inside `admit` and `grow`, without an
     mask           what the plan may read, once all its blocks are taken
     after_plan     copies into units that were lent meanwhile stop, the step waits (on the device) for chunks under way, then
                    the lent bytes are cleared: garbage read as keys and values could be NaN (also after a plan that came to nothing)
-    after_commit   units that nobody needs any more are closed and handed to the worker, behind an event after the last launched step
+    after_commit   units that nobody needs any more are closed and handed to the worker, behind an event after the last launched step; the
+                   last blocks of such a unit are moved elsewhere first
 
 Thresholds are shares of the KV blocks that are open (paper DPS, section IV.D: kappa_H and kappa_L), with a dwell time against flapping.
 """
@@ -30,6 +31,7 @@ from depthfx.settings import ElasticMemory
 
 MAX_RESTORING = 32  # units handed to the worker and not yet back; more would only be harder to cancel
 RETRY_SECONDS = 1.0  # after a copy failed
+MAX_MOVES = 64  # blocks that are moved at a time to empty a unit
 MAX_TRIES = 3  # of `restore`, before it gives up
 
 
@@ -60,6 +62,7 @@ class ElasticControl:
         self._counted = (shared.worker.copied_bytes, shared.worker.seconds_busy)  # the copies at start-up
         self._stream = torch.cuda.default_stream(self._device) if self._device.type == "cuda" else None
         self._home = shared.memory.home_bytes_tensor()
+        self._blocks = shared.memory.kv_tensor((shared.layout.num_blocks, shared.layout.block_bytes), torch.uint8)
         self._num_clean = 0  # units [0, _num_clean) are open to KV and were cleared
         self._calm_since: float | None = None
         self._retry_at = 0.0
@@ -126,12 +129,13 @@ class ElasticControl:
         now = self._clock()
         if now >= self._retry_at:
             self._retry()
-        if waiting or not self._spare(idle) or self.settings.policy == "static_fast" or now < self._retry_at:
+        if waiting or not self._fits(idle) or self.settings.policy == "static_fast" or now < self._retry_at:
             self._calm_since = None
             return
         if self._calm_since is None:
             self._calm_since = now
         if idle or now - self._calm_since >= self.settings.dwell_s:
+            self._empty_highest()
             self._restore(forced=idle)
 
     def restore(self, timeout: float) -> None:
@@ -173,7 +177,7 @@ class ElasticControl:
 
         Raises :class:`MemoryStateError` while somebody else sees the memory; may be called again.
         """
-        self._home = torch.empty(0)
+        self._home = self._blocks = torch.empty(0)
         self.shared.dissolve()
 
     def stats(self) -> ElasticStats:
@@ -187,18 +191,28 @@ class ElasticControl:
         lowers = [weight.lower for weight, _ in self.shared.weights]
         return None if any(lower.is_inference() for lower in lowers) else [lower._version for lower in lowers]
 
-    def _spare(self, idle: bool = False) -> bool:
-        """Whether the highest lent unit is empty and what is held would fit well without it."""
-        if self.region.next_to_restore() is None or (self.region.num_restoring >= MAX_RESTORING and not idle):
+    def _fits(self, idle: bool = False) -> bool:
+        """Whether what is held would fit well without the highest lent unit."""
+        if not self.region.num_open_units or (self.region.num_restoring >= MAX_RESTORING and not idle):
             return False
         left = self.manager.open_blocks - self.shared.layout.blocks_per_unit
         return self.manager.held_blocks <= self.settings.low * left
 
+    def _empty_highest(self) -> None:
+        """Moves the last held blocks of the highest lent unit to lower ones, so that a long request does not keep it.
+
+        The copies follow every launched step and come before the next one, whose plan names the new places.
+        """
+        highest = self.region.num_open_units - 1
+        if self.region.state(highest) == "FREE":
+            return
+        with self._on_stream(), torch.inference_mode():
+            for source, target in self.manager.compact(highest, MAX_MOVES):
+                self._blocks[target].copy_(self._blocks[source])
+
     def _restore(self, forced: bool = False) -> None:
         event = self._after_launched()
-        while self._spare() or (forced and self.region.next_to_restore() is not None):
-            unit = self.region.next_to_restore()
-            assert unit is not None
+        while (unit := self.region.next_to_restore()) is not None and (forced or self._fits()):
             self.manager.begin_restore(unit)
             self._num_clean = min(self._num_clean, unit)
             if not self._submit(unit, event):

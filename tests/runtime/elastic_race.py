@@ -23,7 +23,7 @@ SIZES = {
     "max_position_embeddings": 256,
 }  # fmt: skip
 REQUESTS = 64
-BASE_BLOCKS = 320
+BASE_BLOCKS = 200  # the requests of a round need about 320 at a time
 
 
 def engines(device: str, dtype: torch.dtype, **settings: Any) -> tuple[Any, Any]:
@@ -92,13 +92,17 @@ def race(elastic: Any, plain: Any, seconds: float, seed: int, delays: bool) -> C
                 control.manager.lend(rng.randrange(1, 6))
                 control.after_plan()
             if rng.random() < 0.25 and not control.region.num_restoring:
+                if control.region.num_open_units and rng.random() < 0.5:
+                    moved = control.region.state(control.region.num_open_units - 1) != "FREE"
+                    control._empty_highest()
+                    counts["emptied"] += moved and control.region.next_to_restore() is not None
                 control._restore(forced=True)
         if delays and rng.random() < 0.1:
             time.sleep(rng.random() * 0.004)
 
     control.shared.worker._delay = (lambda where: time.sleep(slow.random() * 0.003)) if delays else (lambda where: None)
     end = time.monotonic() + seconds
-    while time.monotonic() < end or not counts:
+    while time.monotonic() < end or not counts["rounds"]:
         asked = requests(rng)
         schedule = Schedule(engine)
         got = serve(engine, asked, disturb)
