@@ -47,7 +47,18 @@ class ByteRunner(FakeRunner):
         self.precisions: list[bytes] = []
         self.computed: dict[int, bytes] = {}
         self.ends: dict[str, int] = {}
-        self.num_reused = 0
+        self.num_reused = self.num_moved = 0
+        self._compact = control.manager.compact
+        control.manager.compact = self.compact  # the control moves the bytes
+
+    def compact(self, unit: int, limit: int) -> list[tuple[int, int]]:
+        """What was computed in which precision moves with the blocks."""
+        moves = self._compact(unit, limit)
+        for source, target in moves:
+            for i in range(BLOCK):
+                self.computed[target * BLOCK + i] = self.computed.get(source * BLOCK + i, b"never computed")
+        self.num_moved += len(moves)
+        return moves
 
     def launch(self, plan):
         self.precisions.append(plan.precision)
