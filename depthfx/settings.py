@@ -15,6 +15,7 @@ DEFAULT_CONTEXT = 4096
 
 OnUnsupported = Literal["raise", "eager"]
 Weights = Literal["16bit", "nested", "fp8"]
+KvDtype = Literal["auto", "fp8"]
 MemoryPolicy = Literal["elastic", "nested_resident", "static_full", "static_fast"]
 
 
@@ -71,6 +72,7 @@ class Settings:
     gpu_memory_utilization: float = 0.9  # share of the device's memory when no budget is given (CUDA)
     block_tokens: int = 16  # tokens of one KV block
     kv_blocks: int | None = None  # exact number of KV blocks; overrides the budget
+    kv_dtype: KvDtype = "auto"  # "auto": the model's; "fp8": keys and values in E4M3 with scale 1 (not exact), twice the blocks or more
     prefix_reuse: bool = True  # reuse whole KV blocks of equal prefixes
     weight_offload_gib: float | None = None  # weights left in pinned host memory and read over the link, slowly (CUDA)
     memory: ElasticMemory | None = None  # lend residual bytes of nested weights to the KV cache; from the environment: a policy's name
@@ -119,6 +121,8 @@ class Settings:
             raise SettingError(f"setting on_unsupported={self.on_unsupported!r} must be one of {get_args(OnUnsupported)}")
         if self.weights not in get_args(Weights):
             raise SettingError(f"setting weights={self.weights!r} must be one of {get_args(Weights)}")
+        if self.kv_dtype not in get_args(KvDtype):
+            raise SettingError(f"setting kv_dtype={self.kv_dtype!r} must be one of {get_args(KvDtype)}")
         if self.nested_head and self.weights != "nested":
             raise SettingError(
                 f"setting nested_head=True needs weights='nested'; it is {self.weights!r}: set both, or leave nested_head out"

@@ -140,6 +140,7 @@ SETTINGS = {
     "offload on a CPU": ({"weight_offload_gib": 0.5}, "weight_offload_gib=0.5 needs a model on CUDA; this one is on cpu"),
     "offload of nothing": ({"weight_offload_gib": 0.0}, "weight_offload_gib=0.0 must be positive"),
     "weights": ({"weights": "8bit"}, r"weights='8bit' must be one of \('16bit', 'nested', 'fp8'\)"),
+    "kv_dtype": ({"kv_dtype": "int8"}, r"kv_dtype='int8' must be one of \('auto', 'fp8'\)"),
     "head without nested weights": ({"nested_head": True}, "nested_head=True needs weights='nested'; it is '16bit': set both"),
     "rows": ({"max_batch_size": 8, "max_batch_tokens": 4}, "max_batch_tokens=4 must be at least max_batch_size=8"),
 }
@@ -162,6 +163,7 @@ VARIABLES = {
     "DEPTHFX_CHECK": ("maybe", "must be 1/0, true/false, yes/no or on/off"),
     "DEPTHFX_ON_UNSUPPORTED": ("never", "on_unsupported='never' must be one of"),
     "DEPTHFX_WEIGHTS": ("fp4", "weights='fp4' must be one of"),
+    "DEPTHFX_KV_DTYPE": ("fp4", "kv_dtype='fp4' must be one of"),
     "DEPTHFX_KV_BLOCK": ("3", "unknown environment variable DEPTHFX_KV_BLOCK='3'; did you mean DEPTHFX_KV_BLOCKS"),
 }
 

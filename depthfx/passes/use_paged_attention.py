@@ -12,19 +12,25 @@ from depthfx.records import KvShape, StepInputs
 
 # Example sizes of the step inputs; only dtype and rank matter, the ops run outside Inductor.
 _TABLE_ROWS, _BLOCKS_PER_ROW, _BLOCKS = 3, 5, 7
+# What an FP8 pool costs in speed beside the 16-bit (CUDA) or 32-bit (CPU) one.
+_SERVED_BY = {
+    "cuda": "prefill takes the Triton kernel, since the faster one for Hopper reads 16-bit KV alone",
+    "cpu": "read and written in plain PyTorch, since the native kernels take fp32 KV alone",
+}
 
 
 def use_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> None:
     """Add the step inputs under the names of :class:`StepInputs` and use them in every layer.
 
-    Layer ``i`` appends K and V ``[T, Hkv, D]`` of its own rows to the pool, then attends through the block tables.
+    Layer ``i`` appends K and V ``[T, Hkv, D]`` of its own rows to the pool, then attends through the block tables. The setting ``kv_dtype``
+    gives the pool another dtype than the model's; the ops round and widen.
     Raises :class:`UnsupportedModelError` if the layers differ in KV heads or head dim.
     """
     shapes = {tuple(int(value_of(k).shape[d]) for d in (1, 3)) for k in (layer.attention.args[1] for layer in ctx.layers)}
     if len(shapes) != 1:
         raise UnsupportedModelError(f"layers differ in (KV heads, head dim): {sorted(shapes)}; depthfx needs one shape for all layers")
     (num_kv_heads, head_dim) = shapes.pop()
-    dtype = value_of(ctx.layers[0].attention.args[1]).dtype
+    dtype = torch.float8_e4m3fn if ctx.settings.kv_dtype == "fp8" else value_of(ctx.layers[0].attention.args[1]).dtype
     ctx.kv_shape = KvShape(len(ctx.layers), num_kv_heads, head_dim, ctx.settings.block_tokens, dtype.itemsize)
     ctx.num_heads = max(int(value_of(layer.attention.args[0]).shape[1]) for layer in ctx.layers)
     inputs = _add_inputs(gm, ctx, dtype)
@@ -34,6 +40,8 @@ def use_paged_attention(gm: fx.GraphModule, ctx: PassContext) -> None:
         "rewritten",
         f"attention of {len(ctx.layers)} layers: paged, {num_kv_heads} KV heads of {head_dim}, {ctx.kv_shape.token_bytes} bytes of KV a token",
     )
+    if ctx.settings.kv_dtype == "fp8":
+        ctx.report.add("rewritten", f"keys and values: FP8 (E4M3, scale 1, saturating at 448); {_SERVED_BY[ctx.target]}")
 
 
 def _add_inputs(gm: fx.GraphModule, ctx: PassContext, dtype: torch.dtype) -> dict[str, fx.Node]:

@@ -35,20 +35,21 @@ def test_bodies_do_not_grow_with_the_number_of_layers(name):
 
 
 @pytest.mark.slow
-def test_inductor_code_holds_nothing_of_the_size_of_the_pool():
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_inductor_code_holds_nothing_of_the_size_of_the_pool(kv_dtype):
     model = build("gemma2")
     with inductor_config.patch(force_disable_caches=True):
-        compiled, code = run_and_get_code(lambda: depthfx.compile(model, kv_blocks=POOL_BLOCKS, max_batch_size=4))
+        compiled, code = run_and_get_code(lambda: depthfx.compile(model, kv_blocks=POOL_BLOCKS, max_batch_size=4, kv_dtype=kv_dtype))
     assert len(code) > 1
     pool = compiled.engine._runner.kv_pool
-    assert pool.shape[0] == POOL_BLOCKS
+    assert pool.shape[0] == POOL_BLOCKS and (pool.dtype is torch.float8_e4m3fn) == (kv_dtype == "fp8")
     for text in code:
         sizes = [int(n) for shape in re.findall(r"empty_strided\w*\(\(([^)]*)\)", text) for n in re.findall(r"\b\d+\b", shape)]
         assert POOL_BLOCKS not in sizes and pool.numel() not in sizes
         assert "aten.clone" not in text and "kv_pool" not in text
     before = pool.data_ptr()
     alone(compiled, [[5, 6, 7]])
-    assert compiled.engine._runner.kv_pool.data_ptr() == before and bool((pool != 0).any())
+    assert compiled.engine._runner.kv_pool.data_ptr() == before and bool((pool.float() != 0).any())
 
 
 def test_two_models_in_one_process():

@@ -111,6 +111,14 @@ def test_weights_come_from_the_new_model(tmp_path):
         assert torch.equal(a, b)
 
 
+def test_a_loaded_program_keeps_the_dtype_of_its_kv(tmp_path):
+    models = [depthfx.compile(toy(), settings_in(tmp_path, kv_dtype=kind)) for kind in ("auto", "fp8", "auto", "fp8")]
+    assert ["hit" in m.explain() for m in models] == [False, False, True, True]
+    assert [m.engine._runner.kv_pool.dtype for m in models] == [torch.float32, torch.float8_e4m3fn] * 2
+    for a, b in zip(logits_of(models[1]), logits_of(models[3]), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_switched_off_nothing_is_read_or_written(tmp_path):
     _, _, report = rewritten(toy(), settings_in(tmp_path, program_cache=False))
     assert "off" in said(report)
@@ -181,9 +189,10 @@ def test_a_patched_class_or_function_has_another_key(monkeypatch):
 
 def test_settings_and_target_are_in_the_key_where_they_shape_the_graph():
     model = toy()
-    keys = [program_key(model, Settings(**s), "cpu") for s in ({}, {"fuse": False}, {"block_tokens": 32}, {"max_model_len": 32})]
+    shaping = ({}, {"fuse": False}, {"block_tokens": 32}, {"max_model_len": 32}, {"kv_dtype": "fp8"})
+    keys = [program_key(model, Settings(**s), "cpu") for s in shaping]
     keys.append(program_key(model, Settings(), "cuda"))
-    assert len(set(keys)) == 5
+    assert len(set(keys)) == 6
     for same in ({"kv_blocks": 7}, {"check": True}, {"inductor": False}):
         assert program_key(model, Settings(**same), "cpu") == keys[0]
 
