@@ -15,6 +15,7 @@ pytest.importorskip("cuda.bindings.driver")
 
 import depthfx
 from depthfx import ElasticMemory
+from depthfx.runtime.reclaim import reclaim
 from tests.families.configs import build
 from tests.runtime.elastic_race import SIZES, engines, race
 
@@ -44,6 +45,7 @@ def test_memory_returns_to_the_driver():
 
     def free_bytes() -> int:
         gc.collect()
+        reclaim()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
 
