@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import depthfx
 from depthfx.lowering.kernel_spec import max_error
+from depthfx.lowering.kernels._e4m3 import as_bytes
 from depthfx.records import SamplingParams
 from tests.families.configs import FAMILIES, build
 from tests.families.harness import GREEDY, NEW_TOKENS, alone, engine_over, left_padded, prompts, run_staggered
@@ -73,7 +74,7 @@ def kv_of(engine, request_id, num_tokens):
     runner = engine._runner
     row = engine._scheduler._requests[request_id].table_row
     blocks = runner.block_tables[row, : -(-num_tokens // runner.shape.kv.block_tokens)].long()
-    pool = runner.kv_pool[blocks]  # [blocks, L, 2, Hkv, B, D]
+    pool = as_bytes(runner.kv_pool)[blocks].view(runner.kv_pool.dtype)  # [blocks, L, 2, Hkv, B, D]
     return pool.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :num_tokens]
 
 

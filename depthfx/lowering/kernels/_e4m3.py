@@ -66,11 +66,16 @@ def in_software(device: torch.device) -> bool:
     return INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9))
 
 
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """An FP8 tensor as its bytes, with the same shape and strides; others as they are. Not every PyTorch can index FP8 on a CPU."""
+    return x.view(torch.uint8) if x.dtype is FP8 else x
+
+
 def stored_form(kv_pool: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The pool as kernels take it (bytes of the same shape and strides if it is FP8) and its coding, 0, 1 or 2."""
     if kv_pool.dtype is not FP8:
         return kv_pool, 0
-    return kv_pool.view(torch.uint8), 2 if in_software(kv_pool.device) else 1
+    return as_bytes(kv_pool), 2 if in_software(kv_pool.device) else 1
 
 
 def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

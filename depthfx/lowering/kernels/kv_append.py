@@ -16,7 +16,7 @@ from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
 from depthfx.lowering.kernels._cases import COPY_REASON, COPY_TOLERANCE, STORE_FP8_REASON, paged_tables, randn, wide_randn
 from depthfx.lowering.kernels._device import pdl_release, pdl_wait
-from depthfx.lowering.kernels._e4m3 import FP8, encode, round_to, stored_form
+from depthfx.lowering.kernels._e4m3 import FP8, as_bytes, encode, round_to, stored_form
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -68,8 +68,9 @@ def reference(
     block_tokens = kv_pool.shape[4]
     blocks = block_tables[table_rows[rows].long(), at // block_tokens].long()
     slots = at % block_tokens
-    kv_pool[blocks, layer, 0, :, slots] = round_to(k[rows], kv_pool.dtype)
-    kv_pool[blocks, layer, 1, :, slots] = round_to(v[rows], kv_pool.dtype)
+    pool = as_bytes(kv_pool)
+    pool[blocks, layer, 0, :, slots] = as_bytes(round_to(k[rows], kv_pool.dtype))
+    pool[blocks, layer, 1, :, slots] = as_bytes(round_to(v[rows], kv_pool.dtype))
 
 
 def cpu(
@@ -115,7 +116,7 @@ def _case(rows: int, heads: int, head_dim: int, block_tokens: int, packed: bool,
 
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
         tables, num_blocks = paged_tables(g, rows, 4)
-        pool = torch.full((num_blocks, 2, 2, heads, block_tokens, head_dim), float("nan"), dtype=FP8 if fp8 else dtype)
+        pool = torch.full((num_blocks, 2, 2, heads, block_tokens, head_dim), float("nan")).to(FP8 if fp8 else dtype)
         if packed:
             joined = draw(g, dtype, rows, 3 * heads, head_dim)
             k, v = joined[:, heads : 2 * heads], joined[:, 2 * heads :]

@@ -15,7 +15,7 @@ import torch
 from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels._cases import BF16, F16, F32, paged_tables, poisoned_pool, randn
-from depthfx.lowering.kernels._e4m3 import FP8, round_to
+from depthfx.lowering.kernels._e4m3 import FP8, as_bytes, round_to
 from depthfx.lowering.kernels.decode_attention import launch_decode
 from depthfx.lowering.kernels.prefill_attention import launch_prefill
 from depthfx.records import PREFILL_TILE_ROWS
@@ -36,7 +36,10 @@ def reference(
         at = torch.arange(low, position + 1, device=q.device)
         blocks = block_tables[int(table_rows[row]), at // block_tokens].long()
         keys, values = (
-            kv_pool[blocks, layer, part, :, at % block_tokens].float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+            as_bytes(kv_pool)[blocks, layer, part, :, at % block_tokens]
+            .view(kv_pool.dtype)
+            .float()
+            .repeat_interleave(num_heads // num_kv_heads, dim=1)
             for part in (0, 1)
         )  # [keys, Hq, D]
         scores = torch.einsum("hd,jhd->hj", q[row].float(), keys) * scale
@@ -52,8 +55,8 @@ def reference(
 def _gather(kv_pool: torch.Tensor, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Keys and values ``[2, Hkv, n, K, D]`` in ``dtype`` of the named blocks [n, blocks of a request]: one copy, already in order."""
     num_heads, _, head_dim = kv_pool.shape[3:]
-    taken = kv_pool[:, layer].permute(1, 2, 0, 3, 4).index_select(2, blocks.reshape(-1))
-    return taken.view(2, num_heads, blocks.shape[0], -1, head_dim).to(dtype)
+    taken = as_bytes(kv_pool)[:, layer].permute(1, 2, 0, 3, 4).index_select(2, blocks.reshape(-1))
+    return taken.view(2, num_heads, blocks.shape[0], -1, head_dim).view(kv_pool.dtype).to(dtype)
 
 
 def _attend(

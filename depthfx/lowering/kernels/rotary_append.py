@@ -191,7 +191,7 @@ def _case(
             cos, sin = torch.tensor([1.0, 0.0, -1.0, 0.0])[quarters], torch.tensor([0.0, 1.0, 0.0, -1.0])[quarters]
         q_norm, k_norm = (1 + 0.1 * randn(g, dtype, head_dim) for _ in range(2)) if norms else (None, None)
         tables, num_blocks = paged_tables(g, rows, 3)
-        pool = torch.full((num_blocks, 2, 2, kv_heads, block_tokens, head_dim), float("nan"), dtype=FP8 if fp8 else dtype)
+        pool = torch.full((num_blocks, 2, 2, kv_heads, block_tokens, head_dim), float("nan")).to(FP8 if fp8 else dtype)
         positions = torch.randint(0, 3 * block_tokens, (rows,), generator=g, dtype=torch.int32)
         positions[-1] = -1 if rows > 1 else positions[-1]
         table_rows = torch.randperm(rows, generator=g).to(torch.int32)
