@@ -24,6 +24,7 @@ from depthfx.runtime.elastic import ElasticControl, PrecisionSwitch
 from depthfx.runtime.elastic_memory import SharedMemory, share_memory
 from depthfx.runtime.engine import Engine
 from depthfx.runtime.graphs import decode_buckets
+from depthfx.runtime.kv_offload import offload
 from depthfx.runtime.model import Compiled, as_depth_model
 from depthfx.runtime.parts import MemoryControl
 from depthfx.runtime.precision import entry_names
@@ -134,7 +135,9 @@ def _assemble(
     if shared is not None:
         num_blocks, region = shared.layout.num_blocks, SharedRegion(shared.layout)
     runner = _build_runner(program, limits, num_blocks, device, buckets, report, shared)
-    manager = MemoryManager(num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row, settings.prefix_reuse, region)
+    host = offload(runner, settings.kv_offload_gib, report)
+    sizes = (num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row)
+    manager = MemoryManager(*sizes, settings.prefix_reuse, region, host)
     control = _control(shared, manager, program, settings)
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
     if program.nested and ops.has_fp8_rows(device):  # as many rows as take the time of `max_chunk_tokens` full ones

@@ -65,7 +65,7 @@ class DriverError(PhysicalMemoryError):
 
 
 class HostMemoryError(DepthfxError, MemoryError):
-    """The host cannot hold or pin its copy of the residuals."""
+    """The host cannot hold or pin its copy of residuals or of evicted KV blocks."""
 
 
 class RestoreError(DepthfxError, RuntimeError):

@@ -111,6 +111,8 @@ class StepPlan:
     prefills: tuple[Chunk, ...]
     table_writes: tuple[tuple[int, int, int], ...]  # (table row, column, block id), applied before the step
     precision: bytes = b""  # [P], 1: full, 0: fast; empty: weights of one precision, or a step of the warm-up (full)
+    saves: tuple[tuple[int, int], ...] = ()  # (block, host slot), carried out before the step, all of them before the loads
+    loads: tuple[tuple[int, int], ...] = ()  # (host slot, block)
 
     @property
     def num_tokens(self) -> int:

@@ -74,6 +74,7 @@ class Settings:
     kv_blocks: int | None = None  # exact number of KV blocks; overrides the budget
     kv_dtype: KvDtype = "auto"  # "auto": the model's; "fp8": keys and values in E4M3 with scale 1 (not exact), twice the blocks or more
     prefix_reuse: bool = True  # reuse whole KV blocks of equal prefixes
+    kv_offload_gib: float | None = None  # host memory for evicted KV blocks (pinned on CUDA), reloaded when needed; None: off
     weight_offload_gib: float | None = None  # weights left in pinned host memory and read over the link, slowly (CUDA)
     memory: ElasticMemory | None = None  # lend residual bytes of nested weights to the KV cache; from the environment: a policy's name
 
@@ -117,6 +118,10 @@ class Settings:
             raise SettingError(f"setting block_tokens={self.block_tokens!r} must be 8, 16, 32, 64 or 128")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise SettingError(f"setting gpu_memory_utilization={self.gpu_memory_utilization!r} must be above 0 and at most 1")
+        if self.kv_offload_gib is not None and not 0 < self.kv_offload_gib < float("inf"):
+            raise SettingError(f"setting kv_offload_gib={self.kv_offload_gib!r} must be positive and finite; None switches KV offload off")
+        if self.kv_offload_gib is not None and not self.prefix_reuse:
+            raise SettingError("setting kv_offload_gib needs prefix_reuse=True, by which reloaded blocks are found; leave one of them out")
         if self.on_unsupported not in get_args(OnUnsupported):
             raise SettingError(f"setting on_unsupported={self.on_unsupported!r} must be one of {get_args(OnUnsupported)}")
         if self.weights not in get_args(Weights):

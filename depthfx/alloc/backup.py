@@ -22,17 +22,17 @@ from depthfx.errors import HostMemoryError, InternalError, MemoryRequestError, M
 class HostBackup:
     """See the module's text. Made by :meth:`take`; ``num_bytes`` is its size, ``pinned`` whether CUDA may copy from it at full speed."""
 
-    def __init__(self, num_bytes: int, unit_bytes: int, pin: bool) -> None:
-        """Takes ``num_bytes`` of host memory, content zero, for units of ``unit_bytes``; raises :class:`HostMemoryError`."""
+    def __init__(self, num_bytes: int, unit_bytes: int, pin: bool, what: str = "the copy of the residuals") -> None:
+        """Takes ``num_bytes`` of host memory, content zero, for units of ``unit_bytes``; raises :class:`HostMemoryError` about ``what``."""
         if num_bytes <= 0 or unit_bytes <= 0:
             raise MemoryRequestError(f"a host copy of {num_bytes} bytes in units of {unit_bytes} is not allowed; both must be positive")
         self.num_bytes = num_bytes
         self.unit_bytes = unit_bytes
         self._hashes: dict[tuple[int, int], int] = {}
-        self._bytes: torch.Tensor | None = _anonymous_bytes(num_bytes)
+        self._bytes: torch.Tensor | None = _anonymous_bytes(num_bytes, what)
         self.pinned = False
         if pin:
-            _pin(self._bytes)
+            _pin(self._bytes, what)
             self.pinned = True
 
     @classmethod
@@ -130,14 +130,14 @@ class HostBackup:
         return self._bytes
 
 
-def _anonymous_bytes(num_bytes: int) -> torch.Tensor:
+def _anonymous_bytes(num_bytes: int, what: str) -> torch.Tensor:
     """Private, page-aligned, zero memory as uint8 ``[num_bytes]``, which goes with the tensor."""
     size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     except (OSError, OverflowError) as error:
         raise HostMemoryError(
-            f"the host cannot give {in_words(size)} for the copy of the residuals ({error}); free host memory or raise its limit (ulimit -v)"
+            f"the host cannot give {in_words(size)} for {what} ({error}); free host memory or raise its limit (ulimit -v)"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # advice: large pages are touched and pinned faster, where the kernel has them
@@ -145,13 +145,13 @@ def _anonymous_bytes(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
-def _pin(content: torch.Tensor) -> None:
+def _pin(content: torch.Tensor, what: str = "the copy of the residuals") -> None:
     size = -(-content.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
     code = _cudart().cudaHostRegister(content.data_ptr(), size, 0)
     if int(code):
         _clear_last_error()
         raise HostMemoryError(
-            f"cannot pin {in_words(size)} of host memory for the residuals: cudaHostRegister failed with {_told(code)}; "
+            f"cannot pin {in_words(size)} of host memory for {what}: cudaHostRegister failed with {_told(code)}; "
             f"free host memory or raise the limit of locked memory (ulimit -l), now {_locked_limit()}"
         )
 

@@ -8,6 +8,9 @@ from anywhere else (another stream, the host) has to wait for an event recorded 
 
 With a shared region, blocks beyond the base ones are lent by weights, a whole unit at a time (`depthfx.alloc.units`). The manager
 lends when it must and says so afterwards: `resident` tells which residuals may still be read, `take_cancelled` which copies to stop.
+
+With a host cache (`depthfx.alloc.host_cache`) evicted blocks are kept on the host. Moves are part of the plan: `take_moves` once for each plan,
+then `moves_done` or `moves_failed` for each, in the same order.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from depthfx.alloc.blocks import BlockPool
+from depthfx.alloc.host_cache import NOTHING, HostCache, Moves
 from depthfx.alloc.units import SharedRegion
-from depthfx.alloc.usage import BlockUsage, bytes_by_owner
+from depthfx.alloc.usage import BlockUsage, bytes_by_owner, check_region
 from depthfx.errors import InternalError, InvalidRequestError
 
 
 @dataclass(frozen=True)
 class Admission:
-    """A request's place: its row of the block table and how many leading tokens already have their KV."""
+    """A request's place: its row of the block table and how many leading tokens have their KV, or get it from the host before the step."""
 
     table_row: int
     reused_tokens: int
+    reloaded_tokens: int = 0  # after the reused ones
 
 
 @dataclass
@@ -43,38 +48,29 @@ class MemoryManager:
 
     ``num_blocks`` blocks of ``block_tokens`` tokens; a block table of ``num_table_rows`` rows (one for each admitted
     request) and ``blocks_per_row`` columns. With a ``region``, ``num_blocks`` counts the blocks of all its units too, and they are
-    lent when free and cached blocks are used up. Raises :class:`InvalidRequestError` if a number is not positive or does not
-    agree with the region.
+    lent when free and cached blocks are used up. ``host`` keeps what is evicted. Raises :class:`InvalidRequestError` if a number is
+    not positive or does not agree with the region.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_tokens: int,
-        num_table_rows: int,
-        blocks_per_row: int,
-        prefix_reuse: bool = True,
-        region: SharedRegion | None = None,
-    ) -> None:
+        self, num_blocks: int, block_tokens: int, num_table_rows: int, blocks_per_row: int, prefix_reuse: bool = True,
+        region: SharedRegion | None = None, host: HostCache | None = None,
+    ) -> None:  # fmt: skip
         sizes = {"num_blocks": num_blocks, "block_tokens": block_tokens, "num_table_rows": num_table_rows, "blocks_per_row": blocks_per_row}
         for name, value in sizes.items():
             if value < 1:
                 raise InvalidRequestError(f"memory manager: {name}={value} must be at least 1; give it a larger value")
-        num_open = num_blocks
-        if region is not None:
-            num_open -= region.num_lendable_blocks
-            if num_blocks != region.layout.num_blocks:
-                raise InvalidRequestError(
-                    f"memory manager: num_blocks={num_blocks} must be the {region.layout.num_blocks} of the region's layout, base and units"
-                )
-        self.num_blocks = num_blocks
-        self.block_tokens = block_tokens
-        self.num_table_rows = num_table_rows
-        self.blocks_per_row = blocks_per_row
+        num_open = num_blocks if region is None else num_blocks - region.num_lendable_blocks
+        if region is not None and num_blocks != region.layout.num_blocks:
+            raise InvalidRequestError(
+                f"memory manager: num_blocks={num_blocks} must be the {region.layout.num_blocks} of the region's layout, base and units"
+            )
+        self.num_blocks, self.block_tokens = num_blocks, block_tokens
+        self.num_table_rows, self.blocks_per_row = num_table_rows, blocks_per_row
         self.prefix_reuse = prefix_reuse
         self.num_releases = 0  # grows whenever blocks or a table row may have become available
-        self.region = region  # to read: only this manager changes it
-        self._pool = BlockPool(num_blocks, num_open)
+        self.region, self.host = region, host  # to read: only this manager changes them
+        self._pool = BlockPool(num_blocks, num_open, None if host is None else host.evicted)
         self._cancelled: list[int] = []  # units whose restore was cancelled, not yet told
         self._free_rows = list(range(num_table_rows - 1, -1, -1))
         self._holders: dict[str, _Holder] = {}
@@ -130,13 +126,19 @@ class MemoryManager:
         num_revived = sum(self._pool.is_cached(block) for block in reused)
         if num_new + headroom > self.num_available - num_revived:
             return None
+        host = self.host
+        reload = NOTHING if host is None else host.match(token_ids, salt, reused, self.block_tokens)
+        if host is not None and not host.admits(request_id, len(reload.slots) + max(0, num_new - self._pool.num_free)):
+            return None
         holder = _Holder(self._free_rows.pop(), salt, num_published=len(reused))
         self._holders[request_id] = holder
         for block in reused:
             self._share(block)
             self._append(holder, block)
         self._take(holder, num_new)
-        return Admission(holder.table_row, len(reused) * self.block_tokens)
+        if host is not None:
+            host.load(request_id, reload, holder.blocks)
+        return Admission(holder.table_row, len(reused) * self.block_tokens, len(reload.slots) * self.block_tokens)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """Makes sure that tokens [0, num_tokens) have blocks; False, and no change, if too few are available.
@@ -165,17 +167,7 @@ class MemoryManager:
         if num_full <= holder.num_published or not self.prefix_reuse:
             return
         for i in range(holder.num_published, num_full):
-            block = holder.blocks[i]
-            parent = self._pool.chain(holder.blocks[i - 1]) if i else holder.salt
-            tokens = tuple(token_ids[i * self.block_tokens : (i + 1) * self.block_tokens])
-            known = self._pool.publish(block, parent, tokens)
-            if known != block:
-                self._share(known)
-                self._drop(block)
-                self.num_releases += 1
-                holder.blocks[i] = known
-                self._writes[holder.table_row, i] = known
-        holder.num_published = num_full
+            self._publish(holder, i, tuple(token_ids[i * self.block_tokens : (i + 1) * self.block_tokens]))
 
     def release(self, request_id: str, reuse: bool = True) -> tuple[int, ...]:
         """Ends a request's hold on its row and blocks; returns the blocks that nobody holds any more.
@@ -187,6 +179,8 @@ class MemoryManager:
         del self._holders[request_id]
         self._free_rows.append(holder.table_row)
         self.num_releases += 1
+        if self.host is not None:
+            self.host.released(request_id, reuse)
         freed = []
         for block in reversed(holder.blocks):  # the deepest block first, so that it is reclaimed first
             if not reuse:
@@ -197,6 +191,8 @@ class MemoryManager:
 
     def forget_content(self) -> None:
         """Makes everything computed so far unfindable, and what admitted requests go on to compute after it as well."""
+        if self.host is not None:
+            self.host.clear()
         for block in range(self.num_blocks):
             self._pool.forget(block)
         for holder in self._holders.values():
@@ -209,6 +205,27 @@ class MemoryManager:
             self._sent[row][column] = block
         self._writes.clear()
         return writes
+
+    def take_moves(self) -> tuple[Moves, Moves]:
+        """The (block, slot) saves and then (slot, block) loads of the plan that is being made; none without a host cache."""
+        if self.host is None:
+            return (), ()
+        self.num_releases += self.host.take_deferred()  # the next plan has room for moves again
+        return self.host.take_moves(lambda request_id: self._holder(request_id).blocks)
+
+    def moves_done(self) -> None:
+        """The moves of the oldest plan are done: what was saved can be found, what was loaded is shared like computed blocks."""
+        reloads = {} if self.host is None else self.host.landed()
+        for request_id, reload in reloads.items():
+            holder = self._holders.get(request_id)
+            if holder is not None and holder.num_published == reload.first:
+                for i, tokens in enumerate(reload.tokens, reload.first):
+                    self._publish(holder, i, tokens)
+
+    def moves_failed(self) -> None:
+        """The step of the oldest plan failed, and nobody knows which of its moves were done. Requests that it admitted must be released."""
+        if self.host is not None:
+            self.host.lost()
 
     def resend_tables(self) -> None:
         """Queues every entry of every admitted request again, after writes that may not have reached the device."""
@@ -238,6 +255,8 @@ class MemoryManager:
             raise InternalError(f"unit {unit} cannot be restored: take_cancelled() has yet to tell that its last restore was cancelled")
         region.begin_restore(unit)
         self._pool.close(region.layout.blocks_of(unit))
+        if self.host is not None:
+            self.host.overwritten(region.layout.blocks_of(unit))
 
     def finish_restore(self, unit: int) -> None:
         """Counts a unit's residual bytes as there. Raises :class:`InternalError` if it is not being restored, or no longer."""
@@ -262,6 +281,8 @@ class MemoryManager:
         if not 0 < len(sources) <= limit:
             return []
         moves = self._pool.relocate(sources, blocks.start)
+        if self.host is not None:
+            self.host.moved(moves)
         for source, target in moves:
             region.unhold(source)
             region.hold(target)
@@ -299,7 +320,9 @@ class MemoryManager:
             raise InternalError(f"block table rows are lost or used twice: {sorted(rows)}")
         self._pool.check(counts)
         if self.region is not None:
-            self._check_region(self.region, counts)
+            check_region(self.region, self._pool, counts, self._cancelled)
+        if self.host is not None:
+            self.host.check(lambda request_id: self._holder(request_id).blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
@@ -346,20 +369,17 @@ class MemoryManager:
             self.region.unhold(block)
         return last
 
-    def _check_region(self, region: SharedRegion, counts: list[int]) -> None:
-        region.check(lambda block: counts[block] > 0)
-        layout = region.layout
-        for block in range(self.num_blocks):
-            unit = layout.unit_of(block)
-            is_open = unit is None or unit < region.num_open_units
-            if self._pool.is_open(block) != is_open:
-                raise InternalError(f"KV block {block} is {'closed' if is_open else 'open'}, but its owner says otherwise (unit {unit})")
-        for unit in self._cancelled:
-            if region.state(unit) in ("BACKED", "RESTORING"):
-                raise InternalError(f"unit {unit} counts as cancelled and not yet told, but is {region.state(unit)}")
-        usage = self.usage().bytes
-        if usage is None or sum(vars(usage).values()) != self.num_blocks * layout.block_bytes or min(vars(usage).values()) < 0:
-            raise InternalError(f"the bytes by owner do not add up to {self.num_blocks * layout.block_bytes}: {usage}")
+    def _publish(self, holder: _Holder, i: int, tokens: tuple[int, ...]) -> None:
+        block, before = holder.blocks[i], holder.blocks[i - 1] if i else None
+        known = self._pool.publish(block, holder.salt if before is None else self._pool.chain(before), tokens)
+        holder.num_published = i + 1
+        if known != block:
+            self._share(known)
+            self._drop(block)
+            self.num_releases += 1
+            holder.blocks[i] = self._writes[holder.table_row, i] = known
+        elif self.host is not None:
+            self.host.computed(block, before, holder.salt, tokens)
 
     def _append(self, holder: _Holder, block: int) -> None:
         self._writes[holder.table_row, len(holder.blocks)] = block

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from depthfx.alloc.blocks import BlockPool
 from depthfx.alloc.units import SharedRegion
+from depthfx.errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,23 @@ def bytes_by_owner(pool: BlockPool, region: SharedRegion) -> ByteUsage:
         region.num_restoring * layout.blocks_per_unit,
     )
     return ByteUsage(*(count * layout.block_bytes for count in blocks))
+
+
+def check_region(region: SharedRegion, pool: BlockPool, counts: Sequence[int], cancelled: Sequence[int]) -> None:
+    """Proves that ``pool`` and ``region`` agree; ``counts``: how often each block is held, ``cancelled``: units not yet told.
+
+    Raises :class:`InternalError`.
+    """
+    region.check(lambda block: counts[block] > 0)
+    layout = region.layout
+    for block in range(layout.num_blocks):
+        unit = layout.unit_of(block)
+        is_open = unit is None or unit < region.num_open_units
+        if pool.is_open(block) != is_open:
+            raise InternalError(f"KV block {block} is {'closed' if is_open else 'open'}, but its owner says otherwise (unit {unit})")
+    for unit in cancelled:
+        if region.state(unit) in ("BACKED", "RESTORING"):
+            raise InternalError(f"unit {unit} counts as cancelled and not yet told, but is {region.state(unit)}")
+    usage = bytes_by_owner(pool, region)
+    if sum(vars(usage).values()) != layout.num_blocks * layout.block_bytes or min(vars(usage).values()) < 0:
+        raise InternalError(f"the bytes by owner do not add up to {layout.num_blocks * layout.block_bytes}: {usage}")

@@ -22,7 +22,10 @@ class EngineStats:
     num_tokens: int  # tokens produced
     num_prefill_tokens: int  # prompt rows computed, recomputed ones included
     num_preemptions: int
-    num_reused_tokens: int  # prompt tokens whose KV was found
+    num_reused_tokens: int  # tokens whose KV was found on the device when their request was admitted
+    num_reloaded_tokens: int  # likewise, found on the host (KV offload)
+    num_reloaded_blocks: int
+    num_saved_blocks: int  # evicted blocks that were copied to the host
     steps_by_precision: dict[str, int]  # "full" (also weights of one precision), "fast", "mixed"
     num_running: int
     num_waiting: int
@@ -77,13 +80,16 @@ class StepCounts:
 
     def stats(self, scheduler: Scheduler, clock: StepClock) -> EngineStats:
         """The record for users."""
-        steps = max(1, self.num_steps)
+        steps, host = max(1, self.num_steps), scheduler.manager.host
         return EngineStats(
             num_steps=self.num_steps,
             num_tokens=self.num_tokens,
             num_prefill_tokens=self.num_prefill_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_reused_tokens=scheduler.num_reused_tokens,
+            num_reloaded_tokens=0 if host is None else host.num_reloaded * scheduler.manager.block_tokens,
+            num_reloaded_blocks=0 if host is None else host.num_reloaded,
+            num_saved_blocks=0 if host is None else host.num_saved,
             steps_by_precision=dict(self.by_precision),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from depthfx.alloc.host_blocks import HostBlocks
 from depthfx.lowering import ops
 from depthfx.records import Chunk, KvShape, StepInputs, StepPlan, StepResult
 from depthfx.runtime.graphs import DecodeGraphs, greedy
@@ -62,6 +63,7 @@ class Runner:
         if kv_pool is None:
             kv_pool = torch.zeros(shape.kv.pool_shape(shape.num_blocks), dtype=shape.kv_dtype, device=device)
         self.kv_pool = kv_pool
+        self.host_blocks: HostBlocks | None = None  # where evicted KV blocks go; see `depthfx.runtime.kv_offload`
         # one element more than the tables need: padding writes go there
         self._tables_flat = torch.zeros(shape.num_table_rows * shape.blocks_per_row + 1, dtype=torch.int32, device=device)
         self.block_tables = self._tables_flat[:-1].view(shape.num_table_rows, shape.blocks_per_row)
@@ -81,6 +83,8 @@ class Runner:
             self._stream.synchronize()
         self.graphs = DecodeGraphs(self, ())
         del self.kv_pool
+        if self.host_blocks is not None:
+            self.host_blocks.close()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -95,6 +99,9 @@ class Runner:
                 return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Launched:
+        if plan.saves or plan.loads:
+            assert self.host_blocks is not None, "the plan moves KV blocks to or from a host that has no memory for them"
+            self.host_blocks.move(self.kv_pool, plan.saves, plan.loads)
         plan = self._write_surplus(plan)
         self._take_histories(plan)
         sampled = plan.sampled

@@ -142,7 +142,7 @@ class Scheduler:
         if decoding is None:
             return None
         preempted = self.num_preemptions > num_preemptions
-        decodes = [self._decode_chunk(request, row) for row, request in enumerate(decoding)]
+        decodes = tuple(self._decode_chunk(request, row) for row, request in enumerate(decoding))
         budget = self.max_batch_tokens - len(decodes)
         if decodes:
             # decode rows count too: a step of exactly max_chunk_tokens rows fills the tiles of its matrix products
@@ -162,7 +162,7 @@ class Scheduler:
         precision = self.precision  # now that no more blocks are taken
         for request, chunk in zip((*decoding, *prefilling), (*decodes, *prefills)):
             request.plan_under(precision, chunk.start)
-        plan = StepPlan(self._next_step, tuple(decodes), tuple(prefills), self.manager.take_table_writes(), precision)
+        plan = StepPlan(self._next_step, decodes, tuple(prefills), self.manager.take_table_writes(), precision, *self.manager.take_moves())
         self._next_step += 1
         self._steps.append(_Step(plan, (*decoding, *prefilling)))
         return plan
@@ -174,6 +174,7 @@ class Scheduler:
         num_sampled = sum(chunk.samples for chunk in chunks)
         if not len(result.token_ids) == len(result.finite) == num_sampled:
             raise InternalError(f"step {result.step_id} samples {num_sampled} rows, but its result has {len(result.token_ids)}")
+        self.manager.moves_done()
         outputs: list[RequestOutput] = []
         block_tokens = self.manager.block_tokens
         row = -1
@@ -211,6 +212,7 @@ class Scheduler:
                 outputs.append(self._end(request, "error", error))
             else:
                 self._release_if_unnamed(request)
+        self.manager.moves_failed()
         self.manager.resend_tables()  # the step's table writes may not have been applied
         return outputs
 
@@ -326,7 +328,7 @@ class Scheduler:
         request.holds_blocks = True
         request.precision = precision
         request.table_row = place.table_row
-        request.num_planned = request.num_computed = place.reused_tokens
+        request.num_planned = request.num_computed = place.reused_tokens + place.reloaded_tokens
         request.num_backed = -(-len(request.token_ids) // manager.block_tokens) * manager.block_tokens
         self.num_reused_tokens += place.reused_tokens
         insort(self._running, request, key=_by_arrival)

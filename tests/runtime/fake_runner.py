@@ -40,6 +40,7 @@ class FakeRunner:
         self.delayed = delayed
         self.tables = [[-1] * num_columns for _ in range(num_rows)]
         self.kv: dict[int, tuple[int, int]] = {}
+        self.host: dict[int, list[tuple[int, int] | None]] = {}  # slot -> what the slots of a block held
         self.num_blocks = num_blocks
         self.prompts: dict[str, list[int]] = {}
         self.previous: StepPlan | None = None
@@ -65,6 +66,7 @@ class FakeRunner:
 
     def _run(self, plan: StepPlan) -> StepResult:
         self._check_shape(plan)
+        self._move(plan)
         for row, column, block in plan.table_writes:
             assert 0 <= block < self.num_blocks
             self.tables[row][column] = block
@@ -91,6 +93,18 @@ class FakeRunner:
             token_ids.append(token)
         self.previous, self.previous_tokens = plan, tuple(token_ids)
         return StepResult(plan.step_id, tuple(token_ids), tuple(finite), logits)
+
+    def _move(self, plan: StepPlan) -> None:
+        """All saves, then all loads, each kind in the opposite order, since copies of one kind may be reordered."""
+        assert not {slot for _, slot in plan.saves} & {slot for slot, _ in plan.loads}, "a slot is saved to before it was loaded from"
+        assert len({slot for _, slot in plan.saves}) == len(plan.saves) and len({block for _, block in plan.loads}) == len(plan.loads)
+        size = self.block_tokens
+        for block, slot in reversed(plan.saves):
+            self.host[slot] = [self.kv.get(block * size + i) for i in range(size)]
+        for slot, block in reversed(plan.loads):
+            for i, content in enumerate(self.host[slot]):
+                assert content is not None
+                self.kv[block * size + i] = content
 
     def _check_shape(self, plan: StepPlan) -> None:
         names = [chunk.request_id for chunk in plan.decodes + plan.prefills]
