@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 
-from depthfx.alloc import backup, host_blocks
-from depthfx.alloc.host_blocks import HostBlocks, runs
 from depthfx.alloc.host_cache import HostCache
 from depthfx.alloc.manager import Admission, MemoryManager
 from depthfx.alloc.units import SharedRegion, UnitLayout
-from depthfx.errors import HostMemoryError, InternalError, InvalidRequestError
-
-CPU = torch.device("cpu")
+from depthfx.errors import InternalError, InvalidRequestError
 
 
 def build(num_blocks: int = 4, num_slots: int = 8, max_moves: int = 100, columns: int = 8) -> MemoryManager:
@@ -235,18 +228,91 @@ def test_units_that_are_given_back_are_not_saved_from():
     manager.check()
 
 
+def with_content(num_slots: int, *firsts: int) -> HostCache:
+    """A host cache that was given one block of four tokens for each of ``firsts``, oldest first; block i held the one with number i."""
+    host = HostCache(num_slots, 8, 100)
+    for block, first in enumerate(firsts):
+        host.computed(block, None, b"", tokens(4, first))
+        save(host, block)
+    return host
+
+
+def save(host: HostCache, *blocks: int) -> tuple:
+    for block in blocks:
+        host.evicted(block)
+    moves = host.take_moves(lambda name: [7])
+    host.landed()
+    host.check(lambda name: [])
+    return moves
+
+
+def found(host: HostCache, *firsts: int) -> list[int]:
+    return [len(host.match(tokens(5, first), b"", [], 4).slots) for first in firsts]
+
+
+def test_loading_is_using():
+    host = with_content(3, 0, 50, 90)
+    host.load("r", host.match(tokens(5), b"", [], 4), [7])
+    save(host)
+    host.computed(3, None, b"", tokens(4, 200))
+    save(host, 3)
+    assert found(host, 0, 50, 90, 200) == [1, 0, 1, 1]
+
+
+def test_being_evicted_again_is_using():
+    host = with_content(3, 0, 50, 90)
+    assert save(host, 0) == ((), ())
+    host.computed(3, None, b"", tokens(4, 200))
+    save(host, 3)
+    assert found(host, 0, 50, 90, 200) == [1, 0, 1, 1]
+
+
+def test_where_slots_are_few_the_last_that_was_evicted_is_kept():
+    host = HostCache(1, 8, 100)
+    host.computed(0, None, b"", tokens(4))
+    host.computed(1, 0, b"", tokens(4, 50))
+    assert save(host, 1, 0) == (((0, 0),), ())
+    assert found(host, 0) == [1]
+
+
+def test_a_planned_load_keeps_its_slot_though_all_is_forgotten():
+    host = with_content(1, 0)
+    host.load("r", host.match(tokens(5), b"", [], 4), [7])
+    host.clear()
+    host.computed(1, None, b"", tokens(4, 50))
+    assert save(host, 1) == ((), ((0, 7),))
+
+
+def test_what_a_block_holds_is_forgotten_too():
+    host = HostCache(4, 8, 100)
+    host.computed(0, None, b"", tokens(4))
+    host.clear()
+    assert save(host, 0) == ((), ())
+
+
+def test_loads_on_their_way_are_not_shared_after_all_was_forgotten():
+    manager = build()
+    served(manager, "a", tokens(9))
+    served(manager, "b", tokens(16, 50))
+    assert manager.admit("c", tokens(9)).reloaded_tokens == 8
+    manager.take_moves()
+    manager.forget_content()
+    manager.moves_done()
+    manager.release("c")
+    assert manager.admit("d", tokens(9)) == Admission(0, 0)
+    manager.check()
+
+
 def test_what_was_moved_over_is_not_saved():
-    host = HostCache(4, 4, 100)
+    host = HostCache(4, 8, 100)
     for block, first in ((0, 0), (1, 50), (2, 90)):
         host.computed(block, None, b"", tokens(4, first))
     host.evicted(0)
     host.evicted(1)
     host.moved([(2, 0)])  # as compaction does, before the next step
-    host.evicted(0)  # now what block 2 held
-    assert host.take_moves(lambda name: [])[0] == ((0, 0), (1, 1))
-    host.landed()
-    found = [len(host.match(tokens(5, first), b"", [], 4).slots) for first in (0, 50, 90)]
-    assert found == [0, 1, 1]
+    assert save(host) == (((1, 0),), ())
+    save(host, 0)  # now what block 2 held
+    assert found(host, 0, 50, 90) == [0, 1, 1]
 
 
 def test_compaction_keeps_the_host_cache_right():
@@ -297,57 +363,3 @@ def test_check_notices(damage):
         manager._holders["c"].blocks[1:] = []
     with pytest.raises(InternalError):
         manager.check()
-
-
-def test_neighbours_go_in_one_copy():
-    assert list(runs(((1, 4), (2, 5), (3, 7), (5, 8), (6, 9)))) == [(1, 4, 2), (3, 7, 1), (5, 8, 2)]
-    assert list(runs(())) == []
-
-
-def test_bytes_are_moved_saves_first():
-    pool = torch.randint(-100, 100, (6, 2, 8), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
-    before = pool.clone()
-    host = HostBlocks(4, 32, CPU)
-    host.move(pool, ((0, 1), (1, 2), (4, 0)), ())
-    pool[0:2] = 7
-    host.move(pool, ((5, 3),), ((1, 5), (2, 0), (0, 1)))
-    assert torch.equal(pool[[5, 0, 1]], before[[0, 1, 4]])
-    host.move(pool, (), ((3, 2),))
-    assert torch.equal(pool[2], before[5])
-    host.close()
-    host.close()
-
-
-def test_memory_that_the_host_does_not_have():
-    with pytest.raises(HostMemoryError, match=r"cannot hold .* of evicted KV blocks; lower kv_offload_gib"):
-        HostBlocks(1 << 40, 1 << 20, CPU)
-
-
-def test_memory_that_cannot_be_mapped(monkeypatch):
-    def refuse(*args, **options):
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(backup.mmap, "mmap", refuse)
-    with pytest.raises(HostMemoryError, match=r"for evicted KV blocks .*Cannot allocate memory"):
-        HostBlocks(2, 4096, CPU)
-
-
-def test_memory_that_cannot_be_pinned(monkeypatch):
-    fake = SimpleNamespace(cudaHostRegister=lambda *args: 2, cudaGetErrorString=lambda code: "out of memory")
-    monkeypatch.setattr(backup, "_cudart", lambda: fake)
-    monkeypatch.setattr(backup, "_clear_last_error", lambda: None)
-    with pytest.raises(HostMemoryError, match=r"cannot pin .* for evicted KV blocks: .*error 2 .out of memory."):
-        HostBlocks(2, 4096, torch.device("cuda"))
-
-
-def test_pinned_memory_is_unpinned_with_its_owner(monkeypatch):
-    calls: list[str] = []
-    fake = SimpleNamespace(
-        cudaHostRegister=lambda *args: calls.append("pin") or 0, cudaHostUnregister=lambda *args: calls.append("unpin") or 0
-    )
-    monkeypatch.setattr(backup, "_cudart", lambda: fake)
-    monkeypatch.setattr(host_blocks.torch.cuda, "synchronize", lambda device: calls.append("wait"))
-    host = HostBlocks(2, 4096, torch.device("cuda"))
-    assert host.pinned
-    del host
-    assert calls == ["pin", "wait", "unpin"]
