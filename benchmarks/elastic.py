@@ -303,7 +303,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
     parser.add_argument("--budget-gib", type=float, default=24.0)
     parser.add_argument("--kv-blocks", type=int, default=None, help="base blocks, instead of what the budget gives")
-    parser.add_argument("--unit-mib", type=float, default=16.0)
+    parser.add_argument("--unit-mib", type=float, default=64.0)
     parser.add_argument("--max-batch", type=int, default=192)
     parser.add_argument("--batch", type=int, default=64, help="of the part restore")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="of the part steps")

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from depthfx.errors import MemoryRequestError
+
 Event = torch.cuda.Event
 
 
@@ -84,3 +86,18 @@ class DeviceCopies(CopyStream):
 def copy_stream(device: torch.device) -> CopyStream:
     """The stream for targets on ``device``."""
     return DeviceCopies(device) if device.type == "cuda" else HostCopies()
+
+
+def check_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
+    """Raises :class:`MemoryRequestError` unless both are uint8 ``[bytes]`` of one size, the target on ``device``, the source pinned for CUDA."""
+    for name, tensor in (("target", target), ("source", source)):
+        if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.numel():
+            raise MemoryRequestError(
+                f"a {name} of {tensor.dtype} and shape {list(tensor.shape)} is not allowed; give contiguous uint8 bytes in one dimension"
+            )
+    if target.numel() != source.numel():
+        raise MemoryRequestError(f"a source of {source.numel()} bytes does not fill a target of {target.numel()}; give as many bytes")
+    if target.device.type != device.type or device.index not in (None, target.device.index):
+        raise MemoryRequestError(f"a target on {target.device} is not allowed; this worker copies to {device}")
+    if target.device.type == "cuda" and not source.is_pinned():
+        raise MemoryRequestError("a source in unpinned memory would be copied by the host, step by step; take the host copy with pin=True")

@@ -11,24 +11,27 @@ what is left are races, and each has an event that prevents it:
   stream that writes KV into the unit waits for it, on the device.
 - Tensors of queued copies are kept alive until the copies end, so a backend that is asked to unmap below them refuses.
 
-The queue holds at most ``max_in_flight`` chunks: that bounds what a cancelled unit still costs the link (16 chunks of 4 MiB: about
-1.3 ms). Half of them are issued at a time, so that the link has work while the thread comes back, and with one event for all. In between the
+The queue holds at most ``max_in_flight`` chunks: that bounds what a cancelled unit still costs the link (32 chunks of 4 MiB: about
+2.6 ms). Half of them are issued at a time, so that the link has work while the thread comes back, and with one event for all. In between the
 thread sleeps in that event: the driver wakes it by an interrupt, and no poll takes the GIL from the serving thread. Locks guard the
 book-keeping alone and are never held over copies, waits for the device or hooks. Nothing may be submitted while a graph is being captured.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from depthfx.alloc.copy_stream import CopyStream, Event, copy_stream
+from depthfx.alloc.copy_stream import CopyStream, Event, check_copy, copy_stream
 from depthfx.errors import DepthfxError, MemoryRequestError, MemoryStateError, RestoreError
 
 # What a copy, an event or a hook may raise and a later unit may survive; anything else ends the thread, and every call says so.
@@ -69,6 +72,17 @@ class _Batch:
     event: Event | None
 
 
+_alive: weakref.WeakSet[RestoreWorker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Before the interpreter ends: a daemon thread that is inside a call of PyTorch then would abort the process."""
+    for worker in list(_alive):
+        with contextlib.suppress(RestoreError):
+            worker.close(timeout=5.0)
+
+
 class RestoreWorker:
     """See the module's text. Calls may come from any thread; one unit has one job at a time."""
 
@@ -76,7 +90,7 @@ class RestoreWorker:
         self,
         device: torch.device | str,
         chunk_bytes: int = 4 << 20,
-        max_in_flight: int = 16,
+        max_in_flight: int = 32,
         delay: Callable[[str], None] | None = None,
         stream: CopyStream | None = None,
     ) -> None:
@@ -103,6 +117,7 @@ class RestoreWorker:
         self.copied_bytes = 0
         self._thread = threading.Thread(target=self._work, name="depthfx-restore", daemon=True)
         self._thread.start()
+        _alive.add(self)
 
     @property
     def seconds_busy(self) -> float:
@@ -116,7 +131,7 @@ class RestoreWorker:
         The first chunk waits for ``after``. Raises :class:`MemoryRequestError` for tensors that do not fit each other,
         :class:`MemoryStateError` for a unit that is under way, or a closed worker, :class:`RestoreError` if the thread died.
         """
-        self._check_tensors(target, source)
+        check_copy(target, source, self.device)
         with self._changed:
             self._check_alive()
             if (known := self._jobs.get(unit)) is not None:
@@ -180,7 +195,7 @@ class RestoreWorker:
         if len(targets) != len(sources):
             raise MemoryRequestError(f"{len(targets)} targets and {len(sources)} sources do not pair; give as many of each")
         for target, source in zip(targets, sources):
-            self._check_tensors(target, source)
+            check_copy(target, source, self.device)
         with self._changed:
             self._check_alive()
             if not self._is_idle():
@@ -383,18 +398,3 @@ class RestoreWorker:
             raise RestoreError(f"the restore worker ended by {type(self._died).__name__}: {self._died}; make a new one") from self._died
         if self._closing:
             raise MemoryStateError("this restore worker is closed; make a new one")
-
-    def _check_tensors(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        for name, tensor in (("target", target), ("source", source)):
-            if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.numel():
-                raise MemoryRequestError(
-                    f"a {name} of {tensor.dtype} and shape {list(tensor.shape)} is not allowed; give contiguous uint8 bytes in one dimension"
-                )
-        if target.numel() != source.numel():
-            raise MemoryRequestError(f"a source of {source.numel()} bytes does not fill a target of {target.numel()}; give as many bytes")
-        if target.device.type != self.device.type or self.device.index not in (None, target.device.index):
-            raise MemoryRequestError(f"a target on {target.device} is not allowed; this worker copies to {self.device}")
-        if target.device.type == "cuda" and not source.is_pinned():
-            raise MemoryRequestError(
-                "a source in unpinned memory would be copied by the host, step by step; take the host copy with pin=True"
-            )

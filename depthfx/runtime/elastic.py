@@ -29,7 +29,7 @@ from depthfx.errors import DepthfxError, MemoryStateError, RestoreError, Unsuppo
 from depthfx.runtime.elastic_memory import SharedMemory
 from depthfx.settings import ElasticMemory
 
-MAX_RESTORING = 32  # units handed to the worker and not yet back; more would only be harder to cancel
+MAX_RESTORING = 16  # units handed to the worker and not yet back; more would only be harder to cancel
 RETRY_SECONDS = 1.0  # after a copy failed
 MAX_MOVES = 64  # blocks that are moved at a time to empty a unit
 MAX_TRIES = 3  # of `restore`, before it gives up
@@ -63,6 +63,8 @@ class ElasticControl:
         self._stream = torch.cuda.default_stream(self._device) if self._device.type == "cuda" else None
         self._home = shared.memory.home_bytes_tensor()
         self._blocks = shared.memory.kv_tensor((shared.layout.num_blocks, shared.layout.block_bytes), torch.uint8)
+        pieces = (self._home[slice(*shared.layout.pieces_of(unit))] for unit in range(shared.layout.num_units))
+        self._copies = [(piece, shared.backup.unit(unit)) for unit, piece in enumerate(pieces)]  # of each unit: where to, where from
         self._num_clean = 0  # units [0, _num_clean) are open to KV and were cleared
         self._calm_since: float | None = None
         self._retry_at = 0.0
@@ -178,6 +180,7 @@ class ElasticControl:
         Raises :class:`MemoryStateError` while somebody else sees the memory; may be called again.
         """
         self._home = self._blocks = torch.empty(0)
+        self._copies.clear()
         self.shared.dissolve()
 
     def stats(self) -> ElasticStats:
@@ -233,9 +236,8 @@ class ElasticControl:
         return event
 
     def _submit(self, unit: int, event: torch.cuda.Event | None) -> bool:
-        target = self._home[slice(*self.shared.layout.pieces_of(unit))]
         try:
-            self.shared.worker.submit(unit, target, self.shared.backup.unit(unit), event)
+            self.shared.worker.submit(unit, *self._copies[unit], event)
         except DepthfxError as error:
             self._fail(unit, error)
             if isinstance(error, RestoreError):

@@ -3,13 +3,15 @@
 A finalizer runs while the garbage collector is at work, when tensors of the same garbage are still alive, and in whatever thread that strikes.
 Dynamo takes any Python function that runs inside its thread for the one it was to compile, finalizers and callbacks of the collector
 included. So the finalizer is a C function that only hands over, and a thread of its own does the rest.
+
+That thread ends before the interpreter does: a daemon thread that is inside a call of PyTorch then would abort the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
-import time
 import weakref
 from typing import Protocol
 
@@ -25,10 +27,12 @@ class Closable(Protocol):
         """Raises a :class:`DepthfxError` while it is still in use; may be called again."""
 
 
-_forgotten: queue.SimpleQueue[Closable] = queue.SimpleQueue()
+_forgotten: queue.SimpleQueue[Closable | None] = queue.SimpleQueue()  # None: the thread is to end
 _left_over: list[Closable] = []
 _lock = threading.Lock()  # of what follows and of closing
 _thread: threading.Thread | None = None
+_ending = False
+_end = threading.Event()
 
 
 def close_with(owner: object, left: Closable) -> None:
@@ -48,9 +52,11 @@ def reclaim() -> bool:
     with _lock:
         while True:
             try:
-                _left_over.append(_forgotten.get_nowait())
+                left = _forgotten.get_nowait()
             except queue.Empty:
                 break
+            if left is not None:
+                _left_over.append(left)
         for left in list(_left_over):
             try:
                 left.close()
@@ -63,15 +69,26 @@ def reclaim() -> bool:
 def _start() -> None:
     global _thread
     with _lock:
-        if _thread is None or not _thread.is_alive():
+        if not _ending and (_thread is None or not _thread.is_alive()):
             _thread = threading.Thread(target=_work, name="depthfx-reclaim", daemon=True)
             _thread.start()
 
 
 def _work() -> None:
-    while True:
+    while not _ending:
         _forgotten.put(_forgotten.get())
         wait = _FIRST_WAIT
-        while not reclaim():
-            time.sleep(wait)
+        while not _ending and not reclaim():
+            _end.wait(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
+
+
+@atexit.register
+def _finish() -> None:
+    """What is being closed is closed to its end; the process gives back the rest."""
+    global _ending
+    _ending = True
+    _end.set()
+    _forgotten.put(None)
+    if _thread is not None:
+        _thread.join()
