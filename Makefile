@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	touch $@
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/house -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/house -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check $(SOURCE)

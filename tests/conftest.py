@@ -11,3 +11,19 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel file is imported
 
 torch.manual_seed(0)
+
+# Files that take longest, so that no process is left alone with one of them at the end.
+LONG = (
+    "serving/test_smollm2_tokens", "passes/test_program_store", "families/test_every_family", "runtime/test_elastic.py", "families/test_nested_families",
+    "runtime/test_elastic_faults", "families/test_fp8_kv", "passes/test_bind_nested", "kernels/test_native_cpu", "test_cli", "alloc/test_shared_model",
+    "kernels/test_precompile", "runtime/test_model", "test_examples",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, in the order of :data:`LONG`."""
+
+    def place(item):
+        return next((i for i, name in enumerate(LONG) if name in item.path.as_posix()), len(LONG))
+
+    items.sort(key=place)

@@ -318,11 +318,11 @@ def test_nothing_leaks(name, closing):
 
     use()  # what loads once
     files, maps = footprint()
-    for _ in range(20):
+    for _ in range(8):
         use()
     now = footprint()
     assert now[0] == files
-    assert abs(now[1] - maps) < 5  # the interpreter's own arenas come and go; a leak would be 20 or more
+    assert abs(now[1] - maps) < 5  # the interpreter's own arenas come and go; a leak would be 8 or more
 
 
 def test_released_memory_is_given_back_to_the_system():

@@ -1,6 +1,6 @@
 """The memory manager with a shared region against an independent model of it, over random sequences of calls.
 
-About 20,000 operations by default; ``OPERATIONS=100000`` in the environment walks further.
+About 10,000 operations by default; ``OPERATIONS=100000`` in the environment walks further.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_BLOCKS = BASE + UNITS * PER_UNIT
 # Unit 0 holds bytes of entries 1 and 3, unit 2 of 0 and 3; entry 2 has none; the last unit is part empty.
 SPANS = ((140, 230), (0, 50), (0, 0), (50, 140))
 STEPS = 50
-OPERATIONS = int(os.environ.get("OPERATIONS", "20000"))
+OPERATIONS = int(os.environ.get("OPERATIONS", "10000"))
 RESIDUAL, LOST = "residual", "lost"
 
 # Zeros, then ones: prefixes often agree.

@@ -276,7 +276,7 @@ def test_nothing_leaks():
 
     use()
     files, maps = footprint()
-    for _ in range(20):
+    for _ in range(8):
         use()
     now = footprint()
     assert now[0] == files and abs(now[1] - maps) < 5

@@ -55,6 +55,10 @@ FAMILIES: dict[str, Family] = {
     "cohere2": Family(hf.Cohere2Config, {"sliding_window": 8}),
 }
 
+# One of each kind, for what depends on the graph's shape but hardly on the family: windows, fused and biased projections, sandwich norms,
+# multipliers, parallel blocks, learned positions.
+SOME_FAMILIES = ("llama", "mistral", "phi3", "gemma3_text", "granite", "gpt_neox", "cohere2", "gpt2")
+
 
 def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Any:
     """The tiny model of a family, always with the same weights; ``changes`` go to its config."""
