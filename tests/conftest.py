@@ -1,10 +1,12 @@
 """Environment of the test processes: no hub, a private cache, Triton's interpreter where there is no GPU."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -27,3 +29,10 @@ def pytest_collection_modifyitems(items):
         return next((i for i, name in enumerate(LONG) if name in item.path.as_posix()), len(LONG))
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_are_left_alone():
+    """A full collection takes a second once torch and the models of earlier files are on the heap, and much of what is tested asks for one."""
+    gc.collect()
+    gc.freeze()

@@ -202,7 +202,9 @@ def tiny_folder(folder):
         "num_key_value_heads": 2,
         "vocab_size": 50,
     }
-    model = LlamaForCausalLM(LlamaConfig(**sizes)).half()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes)).half()
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[3, 5] = 2.5
     model.save_pretrained(folder)

@@ -26,7 +26,8 @@ def compiled() -> list[dict]:
 
 
 def test_every_op_compiles_its_kernel(compiled):
-    assert {c["op"] for c in compiled} == set(KERNELS.names())
+    own = {name for name, spec in KERNELS.items() if spec.launch.__module__.startswith("depthfx.")}  # an example may have added one
+    assert {c["op"] for c in compiled} == own
     assert {c["pdl"] for c in compiled} == {True, False}
 
 
