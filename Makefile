@@ -40,7 +40,7 @@ check: $(STAMP)
 	$(BIN)/ruff check $(SOURCE)
 	$(BIN)/ruff format --check $(SOURCE)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/house -q --durations=0 --durations-min=5
+	$(BIN)/python -m pytest tests/house -q -n $(JOBS) --durations=0 --durations-min=5
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCE)
