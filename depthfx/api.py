@@ -15,6 +15,7 @@ from depthfx.alloc.units import SharedRegion
 from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from depthfx.lowering import ops
 from depthfx.lowering.fp8_weight import Fp8Linear
+from depthfx.lowering.kernel_spec import is_hopper
 from depthfx.lowering.nested_linear import nested_linears
 from depthfx.lowering.precompile import KernelWorkers
 from depthfx.lowering.tile_store import device_kind, use_stored_tiles
@@ -106,6 +107,8 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
         raise SettingError(
             f"setting weight_offload_gib={settings.weight_offload_gib} needs a model on CUDA; this one is on {device}: leave it out"
         )
+    if cuda:
+        _report_portable(settings, device, report)
     limits = derive_limits(model.config, settings, device)
     buckets = decode_buckets(limits.max_batch_size) if cuda and settings.cuda_graphs is not False else ()
     if cuda and settings.weights == "nested":
@@ -125,6 +128,17 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
         if shared is not None:
             shared.abandon(error)
         raise
+
+
+def _report_portable(settings: Settings, device: torch.device, report: CompileReport) -> None:
+    """Say where a Hopper device takes slower kernels than it has, because of a library's version."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if torch.cuda.get_device_capability(index)[0] != 9:
+        return
+    if not is_hopper(index):
+        report.add("kernels", "prefill attention and nested products take the portable kernels: those for Hopper need Triton 3.6")
+    if settings.weights == "nested" and not ops.has_fp8_rows(device):
+        report.add("kernels", f"fast precision keeps 16-bit activations: FP8 ones need CUDA 12.9, this PyTorch has {torch.version.cuda}")
 
 
 def _assemble(

@@ -31,7 +31,6 @@ from depthfx.settings import ElasticMemory
 
 MAX_RESTORING = 16  # units handed to the worker and not yet back; more would only be harder to cancel
 RETRY_SECONDS = 1.0  # after a copy failed
-MAX_MOVES = 64  # blocks that are moved at a time to empty a unit
 MAX_TRIES = 3  # of `restore`, before it gives up
 
 
@@ -210,11 +209,11 @@ class ElasticControl:
         if self.region.state(highest) == "FREE":
             return
         with self._on_stream(), torch.inference_mode():
-            for source, target in self.manager.compact(highest, MAX_MOVES):
+            for source, target in self.manager.compact(highest, self.shared.layout.blocks_per_unit):
                 self._blocks[target].copy_(self._blocks[source])
 
     def _restore(self, forced: bool = False) -> None:
-        event = self._after_launched()
+        event = self._after_launched() if self.region.next_to_restore() is not None else None
         while (unit := self.region.next_to_restore()) is not None and (forced or self._fits()):
             self.manager.begin_restore(unit)
             self._num_clean = min(self._num_clean, unit)

@@ -18,8 +18,12 @@ MIN_ROWS = 65  # below, `_hopper_stream` is faster, and keeps 16-bit activations
 
 
 def has_fp8_rows(device: torch.device) -> bool:
-    """Whether the device's row-wise scales go to cuBLAS, which writes float16 too: compute capability 9.x."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    """Whether products with row-wise scales go to cuBLAS, which writes float16 too: compute capability 9.x and CUDA 12.9 or later.
+
+    CUTLASS, elsewhere, writes bfloat16 alone.
+    """
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (12, 9)
 
 
 def uses_fp8(x: torch.Tensor, upper: torch.Tensor, precision: int) -> bool:

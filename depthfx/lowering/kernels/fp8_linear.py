@@ -13,7 +13,7 @@ from depthfx.lowering.fp8_weight import quantize_weight
 from depthfx.lowering.kernel_spec import Case, KernelSpec, register_kernel
 from depthfx.lowering.kernels import quantize_rows
 from depthfx.lowering.kernels._cases import DOT_REASON, DOT_TOLERANCE, randn
-from depthfx.lowering.kernels._fp8_linear import ROW_STEP
+from depthfx.lowering.kernels._fp8_linear import ROW_STEP, has_fp8_rows
 
 
 def _product(q: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -28,17 +28,11 @@ def reference(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: 
     return out if bias is None else out + bias
 
 
-def _writes_any_dtype(device: torch.device) -> bool:
-    """Whether products with row-wise scales go to cuBLAS, which writes float16 too; CUTLASS, elsewhere, writes bfloat16 alone."""
-    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return torch.cuda.get_device_capability(device)[0] == 9 and version >= (12, 9)
-
-
 def launch(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     quantized, row_scale = quantize_rows.launch(x, -x.shape[0] % ROW_STEP if x.is_cuda else 0)
     if not x.is_cuda:  # under the interpreter
         out = _product(quantized, row_scale, weight, scale, x.dtype)
-    elif x.dtype is torch.bfloat16 or _writes_any_dtype(x.device):
+    elif x.dtype is torch.bfloat16 or has_fp8_rows(x.device):
         out = torch._scaled_mm(
             quantized, weight.view(torch.float8_e4m3fn).t(), scale_a=row_scale[:, None], scale_b=scale[None], out_dtype=x.dtype,
             use_fast_accum=True,
