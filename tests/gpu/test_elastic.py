@@ -38,7 +38,7 @@ def test_tokens_equal_those_of_an_engine_that_never_lends(pair, delays):
     assert min(counts[what] for what in ("lends", "restores", "cancels", "mixed steps")) > 0, counts
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="the driver's free memory counts every process: run this file alone")
+@pytest.mark.alone
 def test_memory_returns_to_the_driver():
     torch.zeros(1, device="cuda")
     torch.cuda.synchronize()

@@ -84,6 +84,7 @@ def test_only_the_thread_inside_is_served(pool):
     assert _inside(pool, mine) and not _inside(pool, seen[0])
 
 
+@pytest.mark.alone
 def test_free_memory_returns_to_its_start():
     assert bool((_mib(1, 3) == 3).all())  # kernels are loaded
     torch.cuda.synchronize()
@@ -249,6 +250,7 @@ def test_capacity_becomes_an_error_of_both_kinds():
         torch.cuda.empty_cache()
 
 
+@pytest.mark.alone
 def test_a_full_device_becomes_an_error_and_poisons_nothing(pool):
     before = pool.stats().mapped_bytes
     with pytest.raises(PoolOutOfMemoryError, match=r"new memory, but CUDA device \d+ has"), pool.use():

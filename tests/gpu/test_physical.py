@@ -61,6 +61,7 @@ def test_a_replayed_graph_sees_new_memory_at_the_old_address(backend):
     assert bool((out == 42).all())
 
 
+@pytest.mark.alone
 def test_memory_returns_to_the_device(backend):
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
@@ -72,6 +73,7 @@ def test_memory_returns_to_the_device(backend):
     assert before - torch.cuda.mem_get_info()[0] < taken // 4
 
 
+@pytest.mark.alone
 def test_out_of_memory_rolls_back_and_poisons_nothing(backend):
     total = torch.cuda.mem_get_info()[1]
     eighth = total // 8 // GRANULE * GRANULE

@@ -192,6 +192,7 @@ def test_pinning_and_its_failure(loaded):
     assert not view.is_pinned()
 
 
+@pytest.mark.alone
 def test_memory_returns_to_the_device():
     build().close()  # what the driver keeps for later is taken before the count
     torch.cuda.synchronize()
@@ -209,6 +210,7 @@ def test_memory_returns_to_the_device():
     assert before - torch.cuda.mem_get_info()[0] < 8 * MIB
 
 
+@pytest.mark.alone
 def test_a_create_that_fails_half_way_gives_all_back():
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()
