@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import random
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -32,7 +36,7 @@ class FakeAllocator:
 class FakeTorchPool:
     """Keeps idle segments until it goes; those in use are freed by :meth:`empty_cache` once they are idle."""
 
-    made = 0
+    made = ended_in_use = 0
 
     def __init__(self, allocator):
         FakeTorchPool.made += 1
@@ -56,21 +60,37 @@ class FakeTorchPool:
                 del self.segments[address]
 
     def __del__(self):
+        if _under_way:
+            FakeTorchPool.ended_in_use += 1  # PyTorch would end the process
         self.empty_cache()
+
+
+_under_way: list[tuple[int, FakeTorchPool]] = []  # thread and pool, as PyTorch notes them
+
+
+@contextmanager
+def use_mem_pool(pool, device):
+    """PyTorch's rule: a pool that is being used is refused to everybody, after the reference was taken."""
+    pool.users += 1
+    if any(other is pool for _, other in _under_way):
+        raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+    _under_way.append((threading.get_ident(), pool))
+    yield
+    _under_way[:] = [entry for entry in _under_way if entry[1] is not pool]
+    pool.users -= 1
+
+
+def inside() -> FakeTorchPool:
+    """The pool that serves this thread: the first that it entered."""
+    return next(pool for thread, pool in _under_way if thread == threading.get_ident())
 
 
 @pytest.fixture
 def driver(monkeypatch):
     made = FakeDriver()
 
-    @contextmanager
-    def use_mem_pool(pool, device):
-        pool.users += 1
-        yield
-        pool.users -= 1
-
     def probe(pool):
-        torch_pool = pool._kept.torch_pool
+        torch_pool = inside()
         address = torch_pool.take(1)
         torch_pool.segments[address][1] = False
         return address
@@ -94,7 +114,7 @@ def driver(monkeypatch):
 
 def _take(pool: MemoryPool, size: int) -> int:
     with pool.use():
-        return pool._kept.torch_pool.take(size)
+        return inside().take(size)
 
 
 def test_no_device_is_a_clear_error(monkeypatch):
@@ -129,7 +149,7 @@ def test_a_wrong_capacity_is_refused(driver, capacity):
 def test_trim_takes_what_pytorch_keeps(driver):
     pool = MemoryPool()
     kept, gone = _take(pool, 10 * MIB), _take(pool, 20 * MIB)
-    torch_pool, before = pool._kept.torch_pool, pool.id
+    (torch_pool,), before = pool._kept.idle, pool.id
     torch_pool.segments[gone][1] = False
     del torch_pool.segments[kept]  # a live tensor's
     assert pool.stats().live_bytes == 32 * MIB
@@ -138,19 +158,19 @@ def test_trim_takes_what_pytorch_keeps(driver):
     assert pool.id != before and [s.address for s in pool.snapshot()] == [kept]
     with pool.use():
         assert pool.trim() == 0
-    pool._kept.torch_pool.users += 1  # a graph
+    pool._kept.graph_pool.users += 1  # a graph
     held = pool.id
     assert pool.trim() == 0 and pool.id == held
     with pytest.raises(errors.MemoryStateError, match="reset the graphs"):
         pool.close()
-    pool._kept.torch_pool.users -= 1
+    pool._kept.graph_pool.users -= 1
     assert pool.close() == 10 * MIB
 
 
 def test_tensors_outlive_close_and_the_object(driver):
     pool = MemoryPool()
     address = _take(pool, 4 * MIB)
-    torch_pool, kept = pool._kept.torch_pool, pool._kept
+    (torch_pool,), kept = pool._kept.idle, pool._kept
     with pytest.raises(errors.MemoryStateError, match=r"1 thread\(s\) are inside use"), pool.use():
         pool.close()
     assert pool.close() == 6 * MIB  # torch_pool still holds both segments
@@ -168,6 +188,84 @@ def test_tensors_outlive_close_and_the_object(driver):
     torch_pool.segments[address][1] = False
     torch_pool.empty_cache()
     assert driver.left() == 0
+
+
+def test_many_threads_are_inside_at_once(driver):
+    """Each has a pool of its own, which later users find again, and every one of them goes with a trim."""
+    pool, together = MemoryPool(), threading.Barrier(4, timeout=20)
+
+    def work(seed: int) -> list:
+        draw, seen = random.Random(seed), []
+        for _ in range(20):
+            with pool.use():
+                together.wait()
+                seen.append(inside())
+                address = inside().take(draw.randrange(1, 4 * MIB))
+                ctypes.memset(address, seed, 8)
+                together.wait()
+                assert ctypes.string_at(address, 8) == bytes([seed] * 8)
+                inside().segments[address][1] = False
+        return seen
+
+    with ThreadPoolExecutor(4) as workers:
+        seen = [future.result() for future in [workers.submit(work, seed) for seed in range(1, 5)]]
+    assert all(len({id(thread[step]) for thread in seen}) == 4 for step in range(20))
+    assert len(pool._kept.idle) == 4 and pool._kept.graph_pool not in pool._kept.idle
+    del seen
+    pool.trim()
+    assert pool.stats().mapped_bytes == 0 and pool._kept.idle == [] and _under_way == []
+    assert pool.close() == 0 and driver.left() == 0
+
+
+def test_a_thread_may_be_inside_twice(driver):
+    pool = MemoryPool()
+    with pool.use():
+        outer = inside()
+        with pool.use():
+            assert inside() is outer and len(_under_way) == 2
+            with pytest.raises(errors.MemoryStateError, match=r"2 thread\(s\) are inside"):
+                pool.close()
+        assert inside() is outer and len(_under_way) == 1
+    del outer
+    assert pool.close() == 0 and driver.left() == 0
+
+
+def test_a_pool_goes_with_the_trim_that_follows_its_last_user_at_once(driver, monkeypatch):
+    """It must not wait for the end of the user's call, which comes without the lock: another pool may be in use by then."""
+    pool = MemoryPool()
+    lock, gone = memory_pool._lock, []
+
+    class Watched:
+        def __enter__(self):
+            lock.acquire()
+
+        def __exit__(self, *_):
+            leaving = bool(pool._kept.idle) and not _under_way
+            watched = [weakref.ref(torch_pool) for torch_pool in pool._kept.idle]
+            lock.release()
+            if leaving and not gone:
+                monkeypatch.setattr(memory_pool, "_lock", lock)
+                pool.trim()
+                gone.extend(ref() is None for ref in watched)
+
+    with pool.use():
+        monkeypatch.setattr(memory_pool, "_lock", Watched())
+    assert gone == [True]
+    assert pool.close() == 0 and driver.left() == 0
+
+
+def test_a_pool_that_cannot_be_entered_is_kept(driver, monkeypatch):
+    pool = MemoryPool()
+    held = list(pool._kept.idle)
+    monkeypatch.setattr(memory_pool.torch.cuda, "use_mem_pool", lambda *_: use_mem_pool(held[0], 0))
+    with pytest.raises(RuntimeError, match="already recording"), pool.use(), pool.use():
+        pytest.fail("entered")
+    monkeypatch.setattr(memory_pool.torch.cuda, "use_mem_pool", use_mem_pool)
+    assert _under_way == [] and len(pool._kept.idle) == 2
+    with pytest.raises(errors.MemoryStateError, match="another context uses it"):
+        pool.close()
+    held.pop().users -= 1
+    assert pool.close() == 0 and driver.left() == 0
 
 
 def test_a_pool_that_is_not_reached_is_refused(driver, monkeypatch):

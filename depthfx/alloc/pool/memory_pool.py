@@ -7,6 +7,9 @@
 PyTorch splits the segments that ``pool_allocator.c`` hands it and keeps those of freed tensors, as in any ``torch.cuda.MemPool``.
 Tensors may outlive the pool and its ``close``: library and allocator stay loaded for good, and a segment goes back to the driver once
 PyTorch gives it up. Nothing is given back by garbage collection: a pool that is dropped without ``close`` keeps its memory.
+
+PyTorch lets one thread at a time into a ``MemPool`` and leaks a reference where it refuses a second one. So everybody who is inside
+``use()`` has a ``MemPool`` of its own, all over the same allocator; they are kept for the next user, and ``id`` names another one.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -35,16 +38,21 @@ class _Kept:
 
     library: PoolLibrary
     allocator: Any
-    torch_pool: Any = None  # None: closed
+    graph_pool: Any = None  # the one of `id`; None: closed
+    idle: list[Any] = field(default_factory=list)  # those that nobody is inside; the last one left is the next one entered
 
 
 _kept: list[_Kept] = []
 _lock = threading.RLock()  # over what PyTorch does not allow at once: a pool let go, and any pool of the device in use
-_users: Counter[int] = Counter()  # of each device: threads inside use()
+_users: Counter[int] = Counter()  # of each device: how often threads are inside use()
 
 
 class MemoryPool:
-    """See the module's text. Methods may be called from any thread; one pool is for one device."""
+    """See the module's text. Methods may be called from any thread; one pool is for one device.
+
+    What a library keeps for itself stays in the pool as a live tensor does, if it is allocated inside ``use()``: the workspace of
+    cuBLAS is, by the first product of a thread on a stream. Do one product outside first where the pool must come back to nothing.
+    """
 
     def __init__(self, capacity: int | None = None, device: int | None = None) -> None:
         """``capacity`` bounds the bytes taken from the driver (None: the device's memory); ``device`` is an index (None: the current one).
@@ -65,7 +73,7 @@ class MemoryPool:
         self._library.forget_file()
         self._kept = _Kept(self._library, allocator)
         _kept.append(self._kept)
-        self._kept.torch_pool = self._new_torch_pool()
+        self._kept.graph_pool = self._new_torch_pool()
         try:
             self._check_routed()
         except BaseException:
@@ -75,19 +83,19 @@ class MemoryPool:
     @property
     def id(self) -> tuple[int, int]:
         """For ``torch.cuda.graph(pool=pool.id)``; another one after a :meth:`trim`."""
-        return self._open_pool().id
+        with _lock:
+            self._check_open()
+            return self._kept.graph_pool.id
 
     @contextmanager
     def use(self) -> Iterator[MemoryPool]:
         """Allocations of this thread on the pool's device come from the pool; raises :class:`PoolOutOfMemoryError` if it refuses one.
 
-        PyTorch gives no idle segments back while it is inside: where freed tensors should make room, leave and :meth:`trim`.
+        Any number of threads may be inside, one thread more than once. What one of them frees PyTorch keeps for those who enter after it has
+        left, and gives nothing idle back while anybody is inside: where freed tensors should make room, leave and :meth:`trim`.
         """
         with _lock:
-            torch_pool = self._open_pool()
-            context = torch.cuda.use_mem_pool(torch_pool, self.device)
-            context.__enter__()
-            _users[self.device] += 1
+            torch_pool, context = self._enter_torch_pool()
         self._library.forget_error()
         try:
             yield self
@@ -100,6 +108,8 @@ class MemoryPool:
             with _lock:
                 _users[self.device] -= 1
                 context.__exit__(None, None, None)
+                self._kept.idle.append(torch_pool)
+                del torch_pool, context  # the last reference goes under the lock, wherever that is
 
     def stats(self) -> PoolStats:
         """Bytes and counts at this moment, after a close too."""
@@ -119,10 +129,10 @@ class MemoryPool:
         with _lock:
             self._check_not_capturing()
             before = self.stats().mapped_bytes
+            self._check_open()
             if not self._holders():
-                self._open_pool()
-                self._kept.torch_pool = None  # PyTorch gives up its idle segments with it
-                self._kept.torch_pool = self._new_torch_pool()
+                self._drop_torch_pools()
+                self._kept.graph_pool = self._new_torch_pool()
             self._library.trim(self.device)
             return before - self.stats().mapped_bytes
 
@@ -136,7 +146,7 @@ class MemoryPool:
             self._check_not_capturing()
             if holders := self._holders():
                 raise MemoryStateError(f"the pool cannot be closed: {holders}")
-            self._kept.torch_pool = None
+            self._drop_torch_pools()
             return self._library.close(self.device)
 
     def __enter__(self) -> MemoryPool:
@@ -145,10 +155,27 @@ class MemoryPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _open_pool(self) -> Any:
-        if self._kept.torch_pool is None:
+    def _check_open(self) -> None:
+        if self._kept.graph_pool is None:
             raise MemoryStateError("this memory pool is closed; make a new one")
-        return self._kept.torch_pool
+
+    def _enter_torch_pool(self) -> tuple[Any, Any]:
+        """An idle ``MemPool`` or a new one, entered by this thread, and the context to leave; the caller holds the lock."""
+        self._check_open()
+        torch_pool = self._kept.idle.pop() if self._kept.idle else self._new_torch_pool()
+        context = torch.cuda.use_mem_pool(torch_pool, self.device)
+        try:
+            context.__enter__()
+        except BaseException:
+            self._kept.idle.insert(0, torch_pool)  # it must not go while another one is in use
+            raise
+        _users[self.device] += 1
+        return torch_pool, context
+
+    def _drop_torch_pools(self) -> None:
+        """PyTorch gives up the idle segments with them."""
+        self._kept.graph_pool = None
+        self._kept.idle.clear()
 
     def _new_torch_pool(self) -> Any:
         with torch.cuda.device(self.device):
@@ -158,7 +185,7 @@ class MemoryPool:
         """Who keeps PyTorch from letting the pool go; empty if nobody does. It ends the process where a pool goes while one is in use."""
         if _users[self.device]:
             return f"{_users[self.device]} thread(s) are inside use() on CUDA device {self.device}; leave it first"
-        if self._kept.torch_pool is not None and self._kept.torch_pool.use_count() > 1:
+        if any(pool is not None and pool.use_count() > 1 for pool in (self._kept.graph_pool, *self._kept.idle)):
             return "a CUDA graph or another context uses it; reset the graphs first"
         return ""
 
