@@ -42,7 +42,7 @@ COLUMNS = {
     "lend": ["what", "units", "blocks", "us", "us until cleared"],
     "restore": ["what", "GB/s", "ms a step", "p99 ms", "steps"],
     "steps": ["batch", "elastic ms", "plain ms", "ratio"],
-    "map": ["backend", "GiB", "units", "s to build", "s to close"],
+    "map": ["backend", "GiB", "MiB of a unit", "units", "s to build", "s to close"],
     "burst": ["policy", "tokens/s", "seconds", "preemptions", "mean TTFT s", "p99 TTFT s", "p99 gap ms", "tokens all full %", "layers full %",
               "trickle layers full %", "lends", "restores", "cancels", "restore GB/s"],
 }  # fmt: skip
@@ -278,17 +278,18 @@ def steps(elastic: Any, plain: Any, args: argparse.Namespace) -> Rows:
 # map
 
 
-def map_units(gib: float, device: torch.device) -> Rows:
-    """Seconds to reserve both ranges and to create and map units of 16 MiB, and to give them back; no base blocks."""
+def map_units(gib: float, unit_mib: float, device: torch.device) -> Rows:
+    """Seconds to reserve both ranges and to create and map ``gib`` of units of about ``unit_mib``, and to give them back; no base blocks."""
     backend = PHYSICAL.get("cuda_vmm" if device.type == "cuda" else "memfd")()
     used = int(gib * GIB)
-    layout = UnitLayout(16 * MIB, 8, 0, ((0, used),))
+    unit = max(1, round(unit_mib * MIB / backend.granularity())) * backend.granularity()
+    layout = UnitLayout(unit, 1, 0, ((0, used),))
     start = time.perf_counter()
     memory = UnifiedMemory.build(backend, layout, 0)
     built = time.perf_counter()
     memory.close()
     seconds = {"s to build": built - start, "s to close": time.perf_counter() - built}
-    return [{"backend": backend.name, "GiB": used / GIB, "units": layout.num_units, **seconds}]
+    return [{"backend": backend.name, "GiB": used / GIB, "MiB of a unit": unit / MIB, "units": layout.num_units, **seconds}]
 
 
 # all of it
@@ -332,7 +333,7 @@ def main() -> None:
     begin = time.perf_counter()
     torch.zeros(1, device=device)  # PyTorch's context first
     if "map" in args.parts:
-        show("map", map_units(args.map_gib, device))
+        show("map", map_units(args.map_gib, args.unit_mib, device))
     policies = args.policies if "burst" in args.parts else []
     elastic = plain = None
     blocks, results = args.kv_blocks, []
