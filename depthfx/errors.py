@@ -88,6 +88,10 @@ class CheckpointError(DepthfxError, ValueError):
     """A folder of weights is missing, incomplete, altered, of another version, or belongs to another model."""
 
 
+class SkipperError(DepthfxError, ValueError):
+    """A skipper that cannot be used: it breaks its contract, does not fit the model, or its checkpoint is wrong."""
+
+
 class RegistryError(DepthfxError, KeyError):
     """A plug-in name is used twice or is unknown."""
 
