@@ -31,9 +31,10 @@ def served(gib: float | None, **settings) -> tuple[list[list[int]], int, str]:
 def test_tokens_are_the_same_and_memory_is_free(settings):
     expected, before, _ = served(None, **settings)
     gc.collect()
-    tokens, after, text = served(0.01, **settings)
+    tokens, after, text = served(0.02, **settings)
     assert tokens == expected
-    assert before - after > 8e6 and "read from pinned host memory: 0.01 GiB" in text
+    # cuBLAS keeps a workspace of 8 MiB for each stream it met, also for that of the first model's captures
+    assert before - after > 8e6 and "read from pinned host memory: 0.02 GiB" in text
 
 
 def test_less_than_one_weight_is_refused():
