@@ -14,10 +14,10 @@ from depthfx.lowering.kernels._fp8_linear import has_fp8_rows
 from depthfx.lowering.kernels._scratch import reserve_scratch
 
 __all__ = [
-    "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "FP8_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR", "LINEAR_ADD",
-    "MIN_FP8_ROWS", "PAGED_ATTENTION", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "add_rms_norm", "dual_gated_linear", "dual_linear",
-    "enable_pdl", "fp8_linear", "gated_activation", "gated_linear", "has_fp8_rows", "kv_append", "linear", "linear_add", "paged_attention", "quantize_rows",
-    "reserve_scratch", "rms_norm", "rotary_append",
+    "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "FP8_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR",
+    "LINEAR_ADD", "MIN_FP8_ROWS", "PAGED_ATTENTION", "PARTITION_ROWS", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "add_rms_norm",
+    "dual_gated_linear", "dual_linear", "enable_pdl", "fp8_linear", "gated_activation", "gated_linear", "has_fp8_rows", "kv_append",
+    "linear", "linear_add", "paged_attention", "partition_rows", "quantize_rows", "reserve_scratch", "rms_norm", "rotary_append",
 ]  # fmt: skip
 
 KERNELS.names()  # imports every kernel file, which defines its op
@@ -35,6 +35,7 @@ QUANTIZE_ROWS = torch.ops.depthfx.quantize_rows.default
 KV_APPEND = torch.ops.depthfx.kv_append.default
 ROTARY_APPEND = torch.ops.depthfx.rotary_append.default
 PAGED_ATTENTION = torch.ops.depthfx.paged_attention.default
+PARTITION_ROWS = torch.ops.depthfx.partition_rows.default
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -123,3 +124,10 @@ def paged_attention(
         q, kv_pool, layer, positions, table_rows, block_tables, chunk_starts, tile_chunks, tile_starts,
         num_decode_rows, scale, window, softcap, sinks,
     )  # fmt: skip
+
+
+def partition_rows(
+    actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tensor, tape: torch.Tensor, place: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``(order [T], counts [2], run_positions [T], choice [T])`` int32 of one layer's decisions; ``tape[place, :T]`` gets the choice."""
+    return PARTITION_ROWS(actions, forced, positions, tape, place)

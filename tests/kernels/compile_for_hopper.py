@@ -60,6 +60,7 @@ _LABELS = {
         "fp8-prefill-two-tiles-from-the-middle",
         "fp8-mixed-4:2x128-softcap",
     ),
+    "partition_rows": ("5rows-run0.5-forced0.2-padding0.2-bool", "1025rows-run0.5-forced0.1-padding0.1-bool"),
     "kv_append": ("17x3x64-block16-packed1", "7x3x80-block16-packed1-fp8"),
     "rotary_append": ("3rows-9:3x64-rotary64-norms0", "3rows-4:2x96-rotary96-norms1-fp8"),
     "linear": ("1x72x576-bias1", "3x128x1024-bias0"),
