@@ -15,9 +15,10 @@ from depthfx.lowering.kernels._scratch import reserve_scratch
 
 __all__ = [
     "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "FP8_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR",
-    "LINEAR_ADD", "MIN_FP8_ROWS", "PAGED_ATTENTION", "PARTITION_ROWS", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "add_rms_norm",
-    "dual_gated_linear", "dual_linear", "enable_pdl", "fp8_linear", "gated_activation", "gated_linear", "has_fp8_rows", "kv_append",
-    "linear", "linear_add", "paged_attention", "partition_rows", "quantize_rows", "reserve_scratch", "rms_norm", "rotary_append",
+    "LINEAR_ADD", "MIN_FP8_ROWS", "PAGED_ATTENTION", "PARTITION_ROWS", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "SELECT_ROWS",
+    "add_rms_norm", "dual_gated_linear", "dual_linear", "enable_pdl", "fp8_linear", "gated_activation", "gated_linear", "has_fp8_rows",
+    "kv_append", "linear", "linear_add", "paged_attention", "partition_rows", "quantize_rows", "reserve_scratch", "rms_norm",
+    "rotary_append", "select_rows",
 ]  # fmt: skip
 
 KERNELS.names()  # imports every kernel file, which defines its op
@@ -36,6 +37,7 @@ KV_APPEND = torch.ops.depthfx.kv_append.default
 ROTARY_APPEND = torch.ops.depthfx.rotary_append.default
 PAGED_ATTENTION = torch.ops.depthfx.paged_attention.default
 PARTITION_ROWS = torch.ops.depthfx.partition_rows.default
+SELECT_ROWS = torch.ops.depthfx.select_rows.default
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -131,3 +133,8 @@ def partition_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(order [T], counts [2], run_positions [T], choice [T])`` int32 of one layer's decisions; ``tape[place, :T]`` gets the choice."""
     return PARTITION_ROWS(actions, forced, positions, tape, place)
+
+
+def select_rows(run: torch.Tensor, project: torch.Tensor, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    """Rows [T, H] from ``run`` where ``choice`` [T] is 1, from ``project`` where it is 0, from ``hidden`` where it is -1."""
+    return SELECT_ROWS(run, project, hidden, choice)
