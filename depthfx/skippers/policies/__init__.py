@@ -1,0 +1,1 @@
+"""Which rows run a layer: one file for each policy."""

@@ -1,0 +1,56 @@
+"""FlexiDepth's router: ``w = sigmoid(head(dec(tanh(norm(enc(x))))))`` of the normed layer input x; RUN iff w > 0.5, strictly.
+
+enc: H -> H/16, norm: RMS norm of that width, dec: H/16 -> H, head: H -> 1. Under the gate `mlp` (a checkpoint's mode `released`) a RUN
+row's MLP is scaled by w and a skipped row's adapter by 1 - w; under `hard` (`ste_hard`) w only decides. Serving one with the arithmetic of
+the other is silently wrong, so the mode goes with the checkpoint. The arithmetic is bit for bit that of the published model: one step
+after another in the dtype of x, nothing folded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from depthfx.contracts import Decision, Policy, Rows
+from depthfx.skippers.model_shape import ModelShape
+from depthfx.skippers.norm import RmsNorm
+from depthfx.skippers.options import check_count
+from depthfx.skippers.plugins import PolicySpec, register_policy, seeded
+
+
+class FlexiDepthRouter(Policy):
+    """The router of one layer; its parameters have the names of the checkpoint."""
+
+    scope = "token"
+
+    def __init__(self, hidden_size: int, reduction: int, eps: float, bias: bool = False, head_bias: bool = False) -> None:
+        super().__init__()
+        width = max(1, hidden_size // check_count("reduction", reduction))
+        self.reduction = reduction
+        self.router_enc = nn.Linear(hidden_size, width, bias=bias)
+        self.router_norm = RmsNorm(width, eps)
+        self.router_dec = nn.Linear(width, hidden_size, bias=bias)
+        self.router_head = nn.Linear(hidden_size, 1, bias=bias or head_bias)
+
+    def forward(self, rows: Rows) -> Decision:
+        """RUN where the weight is above one half."""
+        latent = torch.tanh(self.router_norm(self.router_enc(rows.normed)))
+        weight = torch.sigmoid(self.router_head(self.router_dec(latent))).squeeze(-1)
+        return Decision(weight > 0.5, weight)
+
+
+def make(shape: ModelShape, layers: tuple[int, ...], *, reduction: int = 16, seed: int = 0) -> list[Policy]:
+    """A router for each layer, untrained (weights drawn from ``seed``); ``reduction`` divides H."""
+    with seeded(seed):
+        return [FlexiDepthRouter(shape.hidden_size, reduction, shape.norm_eps) for _ in layers]
+
+
+register_policy(
+    PolicySpec(
+        name="flexidepth",
+        description="FlexiDepth's router: a sigmoid weight of the normed input above one half",
+        make=make,
+        cases=({}, {"reduction": 4, "seed": 5}),
+        gates=("hard", "mlp"),
+    )
+)

@@ -1,0 +1,1 @@
+"""What a skipped row gets: one file for each projector."""
