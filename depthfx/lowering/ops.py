@@ -50,9 +50,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return ADD_RMS_NORM(x, residual, weight, eps)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x W^T + bias``; x [T, K], weight [N, K]."""
-    return LINEAR(x, weight, bias)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, bound: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """``x W^T + bias``; x [T, K], weight [N, K]. Where ``bound`` (one int32) is 0 the result may be anything."""
+    return LINEAR(x, weight, bias, bound)
 
 
 def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -60,25 +62,25 @@ def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) ->
     return LINEAR_ADD(x, weight, residual)
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """``act(x Wg^T) * (x Wu^T)``; weight [2F, K], gate rows first; activation "silu", "gelu_tanh" or "gelu"."""
-    return GATED_LINEAR(x, weight, activation)
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, bound: torch.Tensor | None = None) -> torch.Tensor:
+    """``act(x Wg^T) * (x Wu^T)``; weight [2F, K], gate rows first; activation "silu", "gelu_tanh" or "gelu"; bound as in :func:`linear`."""
+    return GATED_LINEAR(x, weight, activation, bound)
 
 
 def dual_linear(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
-    layer: int, precision: int, format: str, bias: torch.Tensor | None = None,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None = None, bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``x W^T + bias`` with W [N, K] stored as two bytes; full precision reads both, fast one."""
-    return DUAL_LINEAR(x, upper, lower, shift, layer_precision, layer, precision, format, bias)
+    """``x W^T + bias`` with W [N, K] stored as two bytes; full precision reads both, fast one; ``bound`` as in :func:`linear`."""
+    return DUAL_LINEAR(x, upper, lower, shift, layer_precision, layer, precision, format, bias, bound)
 
 
 def dual_gated_linear(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
-    layer: int, precision: int, format: str, activation: str,
+    layer: int, precision: int, format: str, activation: str, bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``act(x Wg^T) * (x Wu^T)`` with W [2F, K] stored as two bytes, gate rows first."""
-    return DUAL_GATED_LINEAR(x, upper, lower, shift, layer_precision, layer, precision, format, activation)
+    """``act(x Wg^T) * (x Wu^T)`` with W [2F, K] stored as two bytes, gate rows first; ``bound`` as in :func:`linear`."""
+    return DUAL_GATED_LINEAR(x, upper, lower, shift, layer_precision, layer, precision, format, activation, bound)
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

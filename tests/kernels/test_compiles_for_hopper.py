@@ -59,6 +59,17 @@ def test_dual_weights_go_from_wide_loads_through_registers_to_the_tensor_cores(c
             assert c["wide_loads"] > 0, c
 
 
+def test_a_product_with_a_bound_asks_for_nothing_before_it_knows_the_bound(compiled):
+    """Without one, weights are asked for while the kernel before still runs."""
+    streaming = ("_small_linear_kernel", "_dual_linear_kernel", "_hopper_stream_kernel")
+    found = [c for c in compiled if c["kernel"] in streaming and c["pdl"]]
+    bounded = [c for c in found if "bound" in c["case"]]
+    assert {c["kernel"] for c in bounded} == set(streaming) and len(bounded) == 10
+    for c in found:
+        assert c["asks_before_waiting"] == (c not in bounded), c
+        assert c["spills"] == 0, c
+
+
 def test_the_prefill_kernel_for_hopper_loads_by_the_copy_engine_and_keeps_its_sums_in_registers(compiled):
     found = [c for c in compiled if c["kernel"] == "_hopper_prefill_kernel"]
     assert len(found) == 2
@@ -79,7 +90,7 @@ def test_fp8_kv_is_rounded_and_widened_by_instruction(compiled):
 
 def test_the_streaming_kernel_copies_by_the_engine_and_multiplies_from_registers(compiled):
     found = [c for c in compiled if c["kernel"] == "_hopper_stream_kernel"]
-    assert len(found) == 3
+    assert len(found) == 5
     for c in found:
         assert c["tensor_copies"] > 0 and c["register_operands"] == c["wgmma"] > 0 and c["spills"] == 0, c
         assert c["shared_bytes"] <= 227 << 10

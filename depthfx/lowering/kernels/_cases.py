@@ -24,6 +24,11 @@ def randn(g: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=g).to(dtype)
 
 
+def counted(number: int) -> torch.Tensor:
+    """``number`` as a view [1] behind another count: on the device its address is a multiple of 4 bytes and no more."""
+    return torch.tensor([0, number], dtype=torch.int32)[1:]
+
+
 def paged_tables(g: torch.Generator, num_requests: int, max_blocks: int, spare: int = 3) -> tuple[torch.Tensor, int]:
     """``(block_tables [S, M], number of blocks)`` with all ids different and in random order."""
     num_blocks = num_requests * max_blocks + spare

@@ -23,6 +23,13 @@ def pdl_release(PDL: tl.constexpr):
 
 
 @triton.jit
+def is_empty(bound_ptr, PDL: tl.constexpr):
+    """Whether the number of rows that ``bound_ptr`` names is 0; waits first, since a kernel before may write it."""
+    pdl_wait(PDL)
+    return tl.load(bound_ptr) == 0
+
+
+@triton.jit
 def prefetch_l2(pointers, BYTES: tl.constexpr):
     """Ask for ``BYTES`` (a multiple of 16) behind each pointer (aligned to 16 bytes), into L2."""
     tl.inline_asm_elementwise(

@@ -16,11 +16,11 @@ import triton.language as tl
 
 from depthfx.lowering.fragment_order import is_fragment_order
 from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
-from depthfx.lowering.kernels._device import activate, dot, pdl_release, pdl_wait, prefetch_l2
+from depthfx.lowering.kernels._device import activate, dot, is_empty, pdl_release, pdl_wait, prefetch_l2
 from depthfx.lowering.kernels._dual_weight import check_stored, coding_of
 from depthfx.lowering.kernels._join_bytes import join_bytes, power_of_two, stored_order, true_order, widen_bytes
 from depthfx.lowering.kernels._scratch import scratch_of
-from depthfx.lowering.kernels._small_linear import MAX_SMALL_ROWS, PREFETCH_BYTES, LinearConfig, _halves
+from depthfx.lowering.kernels._small_linear import MAX_SMALL_ROWS, PREFETCH_BYTES, LinearConfig, _halves, check_bound
 
 
 def dual_config(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> LinearConfig:
@@ -143,14 +143,14 @@ def _finish(
     tl.store(out_ptr + t[None, :] * num_outputs + n[:, None], result.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["bound_ptr"])
 def _dual_linear_kernel(
-    x_ptr, u_ptr, l_ptr, shift_ptr, flags_ptr, layer, bias_ptr, out_ptr, partial_ptr, counter_ptr,
+    x_ptr, u_ptr, l_ptr, shift_ptr, flags_ptr, layer, bias_ptr, out_ptr, partial_ptr, counter_ptr, bound_ptr,
     num_rows, num_outputs, num_inputs, stride_x, split_inputs,
     CODING: tl.constexpr, ORDERED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, USE_DOT: tl.constexpr, EVEN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    WIDEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BOUND: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one (tile of outputs, range of K). ``num_outputs`` counts output columns (F when gated)."""
     tile = tl.program_id(0)
@@ -164,6 +164,9 @@ def _dual_linear_kernel(
     first_k = split * split_inputs
     end_k = tl.minimum(first_k + split_inputs, num_inputs)
     pdl_release(PDL)
+    if HAS_BOUND:  # before any weight is asked for: a skipped product must not read them
+        if is_empty(bound_ptr, PDL):
+            return
     full = tl.load(flags_ptr + layer) != 0  # changes only between steps, so it may be read before the wait
     if PIECE_BYTES > 0:
         pieces = first_k + tl.arange(0, PIECES) * PIECE_BYTES
@@ -230,9 +233,13 @@ def _prefetch(config: LinearConfig, tiles: int, split_inputs: int, num_inputs: i
 
 def launch_small_dual(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor, layer: int,
-    name: str, bias: torch.Tensor | None = None, activation: int = 0, config: LinearConfig | None = None,
+    name: str, bias: torch.Tensor | None = None, activation: int = 0, bound: torch.Tensor | None = None, config: LinearConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``x W^T`` with the given epilogue, in the precision of ``layer_precision[layer]``; ``config`` replaces :func:`dual_config`."""
+    """``x W^T`` with the given epilogue, in the precision of ``layer_precision[layer]``; nothing is read or written where ``bound`` is 0.
+
+    ``config`` replaces :func:`dual_config`.
+    """
+    check_bound(bound)
     check_stored(upper, lower)
     num_rows, num_inputs = x.shape
     num_outputs = upper.shape[0] // 2 if activation else upper.shape[0]
@@ -249,15 +256,16 @@ def launch_small_dual(
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     pdl = pdl_options()
     piece_bytes, pieces = 0, 1
-    if pdl["PDL"]:
+    if pdl["PDL"] and bound is None:
         piece_bytes, pieces = _prefetch(config, tiles, split_inputs, num_inputs, device_sms(x.device))
     _dual_linear_kernel[(tiles, config.split_k)](
-        x, upper, lower, shift, layer_precision, layer, bias, out, partial, counters,
+        x, upper, lower, shift, layer_precision, layer, bias, out, partial, counters, bound,
         num_rows, num_outputs, num_inputs, x.stride(0), split_inputs,
         CODING=coding_of(name, shift), ORDERED=is_fragment_order(num_inputs),
         BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_K=config.split_k, USE_DOT=config.use_dot,
         EVEN=num_inputs % config.block_k == 0 and num_outputs % block_out == 0,
         HAS_SHIFT=shift is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
-        PIECE_BYTES=piece_bytes, PIECES=pieces, STAGES=config.num_stages, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl,
+        PIECE_BYTES=piece_bytes, PIECES=pieces, STAGES=config.num_stages, HAS_BOUND=bound is not None, WIDEN=INTERPRETED,
+        num_warps=config.num_warps, **pdl,
     )  # fmt: skip
     return out

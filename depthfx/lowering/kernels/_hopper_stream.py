@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from depthfx.lowering.kernel_spec import device_sms, pdl_options
 from depthfx.lowering.kernels._hopper_tiles import finish_tile, load_weights
 from depthfx.lowering.kernels._scratch import scratch_of
+from depthfx.lowering.kernels._small_linear import check_bound
 from depthfx.lowering.kernels._stream_config import StreamConfig, block_rows, stream_config
 
 
@@ -147,12 +148,13 @@ def _sum_ranges(acc, partial_ptr, counter_ptr, tile, split, splits, ROWS: gl.con
     return acc, complete
 
 
-@gluon.jit(do_not_specialize=["num_rows", "steps", "splits", "layer"])
+@gluon.jit(do_not_specialize=["num_rows", "steps", "splits", "layer"], do_not_specialize_on_alignment=["bound_ptr"])
 def _hopper_stream_kernel(
-    u_desc, l_desc, x_desc, out_ptr, shift_ptr, bias_ptr, partial_ptr, counter_ptr, precision_ptr, layer,
+    u_desc, l_desc, x_desc, out_ptr, shift_ptr, bias_ptr, partial_ptr, counter_ptr, precision_ptr, layer, bound_ptr,
     num_rows, num_outputs, steps, splits,
     FORMAT: gl.constexpr, HAS_SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    HAS_BOUND: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program for one (tile, range of K), in the precision that ``precision_ptr[layer]`` says (not 0: full)."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -174,6 +176,11 @@ def _hopper_stream_kernel(
     fence_async_shared()
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    if HAS_BOUND:  # before any weight is asked for: a skipped product must not read them
+        if PDL:
+            gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        if gl.load(bound_ptr) == 0:
+            return
     tile = gl.program_id(0)
     split = gl.program_id(1)
     first = split * (steps // splits) + gl.minimum(split, steps % splits)
@@ -195,8 +202,13 @@ def _hopper_stream_kernel(
 def launch_stream(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, bias: torch.Tensor | None,
     activation: int, layer_precision: torch.Tensor, layer: int, coding: int, config: StreamConfig | None = None,
+    bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``x W^T`` with the given epilogue; ``coding`` is 1 for E4M3 and 2 for E5M2, ``config`` replaces :func:`stream_config` in a benchmark."""
+    """``x W^T`` with the given epilogue; ``coding`` is 1 for E4M3 and 2 for E5M2, ``config`` replaces :func:`stream_config` in a benchmark.
+
+    Nothing is read or written where ``bound`` is 0.
+    """
+    check_bound(bound)
     num_rows, num_inputs = x.shape
     config = config or stream_config(num_rows, upper.shape[0], num_inputs, activation > 0, device_sms(x.device))
     num_outputs = upper.shape[0] // 2 if activation else upper.shape[0]
@@ -216,9 +228,10 @@ def launch_stream(
     tiles = -(-num_outputs // (config.rows // 2 if activation else config.rows))
     scratch = scratch_of(x.device, tiles * config.splits * config.rows * block_t, tiles)
     _hopper_stream_kernel[(tiles, config.splits)](
-        describe(upper), describe(lower), x_desc, out, shift, bias, scratch.values, scratch.counters, layer_precision, layer,
+        describe(upper), describe(lower), x_desc, out, shift, bias, scratch.values, scratch.counters, layer_precision, layer, bound,
         num_rows, num_outputs, -(-num_inputs // config.block_k), config.splits,
         FORMAT=coding, HAS_SHIFT=shift is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
-        ROWS=config.rows, BLOCK_T=block_t, BLOCK_K=config.block_k, STAGES=config.stages, num_warps=config.rows // 16, **pdl_options(),
+        ROWS=config.rows, BLOCK_T=block_t, BLOCK_K=config.block_k, STAGES=config.stages, HAS_BOUND=bound is not None,
+        num_warps=config.rows // 16, **pdl_options(),
     )  # fmt: skip
     return out

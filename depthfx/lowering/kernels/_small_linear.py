@@ -18,7 +18,7 @@ import triton.language as tl
 
 from depthfx.lowering import native
 from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
-from depthfx.lowering.kernels._device import activate, dot, pdl_release, pdl_wait, prefetch_l2
+from depthfx.lowering.kernels._device import activate, dot, is_empty, pdl_release, pdl_wait, prefetch_l2
 from depthfx.lowering.kernels._scratch import scratch_of
 
 MAX_SMALL_ROWS = 64
@@ -148,13 +148,13 @@ def _halves(acc, HALF: tl.constexpr, BLOCK_T: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_T)), (1, 2, 0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["bound_ptr"])
 def _small_linear_kernel(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr,
+    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, bound_ptr,
     num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual, split_inputs,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, USE_DOT: tl.constexpr,
     EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
+    PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, HAS_BOUND: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one (tile of outputs, range of K). ``num_outputs`` counts output columns (F when gated)."""
     tile = tl.program_id(0)
@@ -169,6 +169,9 @@ def _small_linear_kernel(
     first_k = split * split_inputs
     end_k = tl.minimum(first_k + split_inputs, num_inputs)
     pdl_release(PDL)
+    if HAS_BOUND:  # before any weight is asked for: a skipped product must not read them
+        if is_empty(bound_ptr, PDL):
+            return
     if PIECE_BYTES > 0:  # weights are written by nothing on the device, so they may be asked for before the wait
         pieces = first_k + tl.arange(0, PIECES) * (PIECE_BYTES // 2)
         prefetch_l2(w_ptr + tl.where(row_mask, w_rows, 0).to(tl.int64)[:, None] * stride_w + pieces[None, :], PIECE_BYTES)
@@ -221,6 +224,12 @@ def is_native(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | Non
     return x.shape[0] <= native.MAX_ROWS and weight.is_contiguous() and native.usable(x, weight, *others)
 
 
+def check_bound(bound: torch.Tensor | None) -> None:
+    """``ValueError`` unless ``bound`` is None or one int32, the number of rows that count."""
+    if bound is not None and (bound.dtype is not torch.int32 or bound.numel() != 1):
+        raise ValueError(f"bound is {bound.dtype} {list(bound.shape)}; it must be one int32 on the device, as counts[:1] of partition_rows")
+
+
 def _prefetch(config: LinearConfig, tiles: int, split_inputs: int, num_inputs: int, num_sms: int) -> tuple[int, int]:
     """Bytes and number of the pieces that a program asks into L2 of each of its weight rows, one piece for each thread."""
     pieces = 32 * config.num_warps // config.block_n
@@ -233,9 +242,13 @@ def _prefetch(config: LinearConfig, tiles: int, split_inputs: int, num_inputs: i
 
 def launch_small(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-    activation: int = 0, config: LinearConfig | None = None,
+    activation: int = 0, bound: torch.Tensor | None = None, config: LinearConfig | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``x W^T`` with the given epilogue; ``config`` replaces :func:`linear_config` in a benchmark."""
+    """``x W^T`` with the given epilogue; nothing is read or written where ``bound`` is 0.
+
+    ``config`` replaces :func:`linear_config` in a benchmark.
+    """
+    check_bound(bound)
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0] // 2 if activation else weight.shape[0]
     config = config or linear_config(num_rows, weight.shape[0], num_inputs, activation > 0, device_sms(x.device))
@@ -252,16 +265,17 @@ def launch_small(
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     pdl = pdl_options()
     piece_bytes, pieces = 0, 1
-    if (config.prefetch or (pdl["PDL"] and config.use_dot)) and not INTERPRETED:  # else the first step's loads precede the wait
+    early = pdl["PDL"] and config.use_dot and bound is None  # without `dot` the first step's loads precede the wait
+    if (config.prefetch or early) and not INTERPRETED:
         piece_bytes, pieces = _prefetch(config, tiles, split_inputs, num_inputs, device_sms(x.device))
     _small_linear_kernel[(tiles, config.split_k)](
-        x, weight, bias, residual, out, partial, counters,
+        x, weight, bias, residual, out, partial, counters, bound,
         num_rows, num_outputs, num_inputs, x.stride(0), weight.stride(0), residual.stride(0) if residual is not None else 0,
         split_inputs,
         BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_K=config.split_k, USE_DOT=config.use_dot,
         EVEN=num_inputs % config.block_k == 0 and num_outputs % block_out == 0,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ACTIVATION=activation,
         PIECE_BYTES=piece_bytes, PIECES=pieces,
-        STAGES=config.num_stages, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl,
+        STAGES=config.num_stages, HAS_BOUND=bound is not None, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl,
     )  # fmt: skip
     return out

@@ -94,13 +94,13 @@ def uses_stream(x: torch.Tensor, upper: torch.Tensor, gated: bool) -> bool:
 
 def launch_streamed(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
-    layer: int, format: str, bias: torch.Tensor | None = None, activation: int = 0,
+    layer: int, format: str, bias: torch.Tensor | None = None, activation: int = 0, bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``x W^T`` with the given epilogue by ``_hopper_stream``, which is imported at the first use: it needs Gluon."""
     from depthfx.lowering.kernels._hopper_stream import launch_stream
 
     check_stored(upper, lower)
-    return launch_stream(x, upper, lower, shift, bias, activation, layer_precision, layer, coding_of(format, shift))
+    return launch_stream(x, upper, lower, shift, bias, activation, layer_precision, layer, coding_of(format, shift), bound=bound)
 
 
 def config_fault(product: Product, config: StreamConfig) -> str | None:

@@ -3,6 +3,7 @@
 ``out[t, n] = 2^shift[n] * sum_k x[t, k] w[n, k] + bias[n]``; x [T, K], out [T, N], bias [N]; upper and lower [N, K] uint8 in stored order.
 Full: w is the joined float16 weight. Fast: w is the number that the upper byte is in FP8, times 2^-8 for E4M3; lower is not read.
 ``precision`` 1 or 0 says which; with -1 ``layer_precision[layer]`` on the device does (not 0: full). A hint must agree with the flags.
+An optional ``bound`` (one int32) of 0 says that no row counts: the kernels for few rows then return at once, reading and writing nothing.
 Example (nested_e5m2): upper 0x3D, lower 0x80: w is 1.125 in full and 1.25 in fast precision.
 """
 
@@ -12,7 +13,7 @@ import torch
 
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import linear
-from depthfx.lowering.kernels._cases import DOT_REASON, randn
+from depthfx.lowering.kernels._cases import DOT_REASON, counted, randn
 from depthfx.lowering.kernels._dual_linear import is_small_dual, launch_small_dual
 from depthfx.lowering.kernels._dual_weight import (
     DUAL_TOLERANCE,
@@ -33,7 +34,7 @@ from depthfx.lowering.kernels._stream_config import launch_streamed, uses_stream
 
 def reference(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
-    layer: int, precision: int, format: str, bias: torch.Tensor | None,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None, bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Plain PyTorch."""
     weight = plain_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision))
@@ -42,7 +43,7 @@ def reference(
 
 def cpu(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
-    layer: int, precision: int, format: str, bias: torch.Tensor | None,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None, bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The weight in plain order, then the CPU's linear."""
     weight = joined_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
@@ -51,29 +52,33 @@ def cpu(
 
 def launch(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
-    layer: int, precision: int, format: str, bias: torch.Tensor | None,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None, bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     if uses_fp8(x, upper, precision):
         return launch_fp8(x, upper, shift, format, bias)
     if uses_stream(x, upper, gated=False):
-        return launch_streamed(x, upper, lower, shift, layer_precision, layer, format, bias=bias)
+        return launch_streamed(x, upper, lower, shift, layer_precision, layer, format, bias=bias, bound=bound)
     if is_small_dual(x):
-        return launch_small_dual(inner_contiguous(x), upper, lower, shift, layer_precision, layer, format, bias=bias)
+        return launch_small_dual(inner_contiguous(x), upper, lower, shift, layer_precision, layer, format, bias=bias, bound=bound)
     return launch_joined(x, upper, lower, shift, layer_precision, layer, format, bias)
 
 
 def fake(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
-    layer: int, precision: int, format: str, bias: torch.Tensor | None,
+    layer: int, precision: int, format: str, bias: torch.Tensor | None, bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], upper.shape[0]))
 
 
-def _case(shape: DualShape, bias: bool = False, extra: int = 0, tolerance: dict = DUAL_TOLERANCE, reason: str = DOT_REASON) -> Case:
+def _case(
+    shape: DualShape, bias: bool = False, extra: int = 0, tolerance: dict = DUAL_TOLERANCE, reason: str = DOT_REASON,
+    bound: int | None = None,
+) -> Case:  # fmt: skip
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
-        return (*draw_inputs(shape, extra)(g, dtype), randn(g, dtype, shape[1]) if bias else None)
+        args = (*draw_inputs(shape, extra)(g, dtype), randn(g, dtype, shape[1]) if bias else None)
+        return args if bound is None else (*args, counted(bound))
 
-    return Case(f"{shape_label(shape, shape[1])}-bias{bias:d}", make, tolerance, reason)
+    return Case(f"{shape_label(shape, shape[1])}-bias{bias:d}" + (f"-bound{bound}" if bound else ""), make, tolerance, reason)
 
 
 register_kernel(
@@ -81,7 +86,7 @@ register_kernel(
         name="dual_linear",
         schema=(
             "(Tensor x, Tensor upper, Tensor lower, Tensor? shift, Tensor layer_precision, int layer, int precision, str format, "
-            "Tensor? bias) -> Tensor"
+            "Tensor? bias, Tensor? bound=None) -> Tensor"
         ),
         reference=reference,
         cpu=cpu,
@@ -94,6 +99,9 @@ register_kernel(
             _case((5, 33, 576, "nested_e4m3_scaled", 1, -1), bias=True),
             _case((80, 48, 128, "nested_e4m3_scaled", 0, 0), bias=True, tolerance=FP8_TOLERANCE, reason=FP8_REASON),
             _case((97, 32, 64, "nested_e5m2", 0, 0), tolerance=FP8_TOLERANCE, reason=FP8_REASON),
+            _case((1, 66, 576, "nested_e4m3", 0, -1), bound=1),
+            _case((3, 128, 1024, "nested_e4m3_scaled", 1, -1), bias=True, bound=2),
+            _case((66, 48, 200, "nested_e5m2", 1, -1), bound=66),
         ),
     )
 )

@@ -1,0 +1,46 @@
+"""A product with a bound: 0 leaves memory alone, any other number changes no bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from depthfx.lowering.kernel_spec import INTERPRETED, KERNELS
+from depthfx.lowering.kernels import _scratch
+from depthfx.lowering.kernels._small_linear import MAX_SMALL_ROWS
+from tests.kernels.checks import poisoned_empty
+
+CPU = torch.device("cpu")
+BOUNDED = [
+    pytest.param(KERNELS.get(name), case, id=f"{name}-{case.label}")
+    for name in ("linear", "gated_linear", "dual_linear", "dual_gated_linear")
+    for case in KERNELS.get(name).cases
+    if "bound" in case.label and case.inputs(CPU, torch.float16, 0)[0].shape[0] <= MAX_SMALL_ROWS
+]
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="launches on CPU tensors")
+
+
+@pytest.mark.parametrize(("spec", "case"), BOUNDED)
+def test_a_bound_of_zero_writes_nothing(spec, case):
+    *args, bound = case.inputs(CPU, torch.float16, 0)
+    with poisoned_empty():
+        expected = spec.launch(*args)
+        skipped = spec.launch(*args, torch.zeros_like(bound))
+        after = spec.launch(*args, bound)
+    assert skipped.isnan().all() and skipped.shape == expected.shape
+    assert torch.equal(after, expected)  # bit for bit, and the launch before left no counter behind
+    assert not _scratch.scratch_of(CPU, 1, 1).counters.any()
+
+
+@pytest.mark.parametrize(("spec", "case"), BOUNDED[:4])
+def test_only_one_int32_is_a_bound(spec, case):
+    args = case.inputs(CPU, torch.float16, 0)[:-1]
+    with pytest.raises(ValueError, match=r"bound is torch\.int32 \[2\]; it must be one int32"):
+        spec.launch(*args, torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"bound is torch\.int64"):
+        spec.launch(*args, torch.zeros(1, dtype=torch.int64))
+
+
+def test_products_of_every_kind_have_such_cases():
+    assert {spec.values[0].name for spec in BOUNDED} == {"linear", "gated_linear", "dual_linear", "dual_gated_linear"}
