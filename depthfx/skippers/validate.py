@@ -56,18 +56,19 @@ def check_traces(skipper: Skipper, hidden_size: int, dtype: torch.dtype, device:
 
 def random_rows(count: int, place: int, num_places: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Rows:
     """``count`` rows of several requests, prompts and decodes, the same numbers for the same arguments on every device."""
+    cpu = torch.device("cpu")  # said everywhere: a caller may have set another default device
     g = torch.Generator().manual_seed(7919 * place + count)
 
     def flags() -> torch.Tensor:
-        return torch.rand(count, generator=g) < 0.5
+        return torch.rand(count, generator=g, device=cpu) < 0.5
 
     return Rows(
-        hidden=torch.randn(count, hidden_size, generator=g).to(device, dtype),
-        normed=torch.randn(count, hidden_size, generator=g).to(device, dtype),
-        request_ids=torch.randint(0, 2**31, (count,), generator=g).to(device),
-        positions=torch.randint(0, 128, (count,), generator=g).to(device),
+        hidden=torch.randn(count, hidden_size, generator=g, device=cpu).to(device, dtype),
+        normed=torch.randn(count, hidden_size, generator=g, device=cpu).to(device, dtype),
+        request_ids=torch.randint(0, 2**31, (count,), generator=g, device=cpu).to(device),
+        positions=torch.randint(0, 128, (count,), generator=g, device=cpu).to(device),
         is_prompt=flags().to(device),
-        ran=(flags() if place else torch.ones(count, dtype=torch.bool)).to(device),
+        ran=(flags() if place else torch.ones(count, dtype=torch.bool, device=cpu)).to(device),
         place=place,
         num_places=num_places,
     )
@@ -136,7 +137,7 @@ def _check_projector(projector: nn.Module, who: str, hidden_size: int, dtype: to
 
 def _orders(count: int, device: torch.device) -> Iterator[torch.Tensor]:
     yield torch.arange(count - 1, -1, -1, device=device)
-    yield torch.randperm(count, generator=torch.Generator().manual_seed(count)).to(device)
+    yield torch.randperm(count, generator=torch.Generator().manual_seed(count), device="cpu").to(device)
 
 
 def _guarded(module: nn.Module, args: tuple[Any, ...], who: str) -> Any:
@@ -226,7 +227,7 @@ def _differs(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _check_close(found: torch.Tensor | None, expected: torch.Tensor | None, dtype: torch.dtype, what: str, with_what: str) -> None:
-    advice = f"{what} change with the {with_what} of the rows; what a row gets may depend on that row alone"
+    advice = f"{what} change with the {with_what} of rows; what a row gets may depend on that row alone"
     if found is None or expected is None:
         if found is not expected:
             raise SkipperError(advice)
