@@ -170,7 +170,7 @@ def cpu(
         base = low // block_tokens
         blocks = block_tables[int(table_rows[begin]), base : at[end - 1] // block_tokens + 1]
         taken = _gather(kv_pool, layer, blocks[None], q.dtype)[:, :, :, low - base * block_tokens : at[end - 1] + 1 - base * block_tokens]
-        distance = torch.arange(at[begin], at[end - 1] + 1)[:, None] - torch.arange(low, at[end - 1] + 1)[None, :]
+        distance = positions[begin:end, None] - torch.arange(low, at[end - 1] + 1)[None, :]
         mask = (distance >= 0) & (distance < window) if window > 0 else distance >= 0
         out[begin:end] = _attend(q[None, begin:end], taken, mask[None, None], scale, softcap, sinks)[0]
     return out
