@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from depthfx.alloc.manager import MemoryManager
 from depthfx.alloc.units import SharedRegion
+from depthfx.contracts import Skipper
 from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptionError
 from depthfx.lowering import ops
 from depthfx.lowering.fp8_weight import Fp8Linear
@@ -19,6 +21,7 @@ from depthfx.lowering.kernel_spec import is_hopper
 from depthfx.lowering.nested_linear import nested_linears
 from depthfx.lowering.precompile import KernelWorkers
 from depthfx.lowering.tile_store import device_kind, use_stored_tiles
+from depthfx.passes.context import Target
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
 from depthfx.runtime.elastic import ElasticControl, PrecisionSwitch
@@ -30,6 +33,7 @@ from depthfx.runtime.model import Compiled, as_depth_model
 from depthfx.runtime.parts import MemoryControl
 from depthfx.runtime.precision import entry_names
 from depthfx.runtime.reclaim import close_with, reclaim
+from depthfx.runtime.routes import RouteLog
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, runner_shape, size_kv_blocks
@@ -38,18 +42,22 @@ from depthfx.runtime.warmup import precompile_kernels
 from depthfx.runtime.weight_offload import offload_weights
 from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings, cache_dir
+from depthfx.skippers import load_skipper, validate
 
 
-def compile(model: PreTrainedModel, settings: Settings | None = None, **overrides: Any) -> Any:
+def compile(
+    model: PreTrainedModel, settings: Settings | None = None, *, skipper: Skipper | str | Path | None = None, **overrides: Any
+) -> Any:
     """Compile a Hugging Face decoder model in place and return it.
 
     ``settings`` or single settings by name (see :class:`depthfx.Settings`) say how. The result is the same object: use
     ``generate`` as before, ``engine`` for continuous batching, ``explain()`` to see what was done. Do this after moving the
-    model to its device and dtype.
+    model to its device and dtype. ``skipper`` (see :mod:`depthfx.skippers`, or the path of a checkpoint) lets tokens skip layers.
 
     Raises :class:`~depthfx.errors.UnsupportedModelError` with the reason for a model that depthfx cannot run (or, with
     ``on_unsupported="eager"``, leaves generation to Hugging Face's code and says so in ``explain()``), and
-    :class:`~depthfx.errors.SettingError` or :class:`~depthfx.errors.MemoryBudgetError` for settings that do not fit.
+    :class:`~depthfx.errors.SettingError` or :class:`~depthfx.errors.MemoryBudgetError` for settings that do not fit, and
+    :class:`~depthfx.errors.SkipperError` for a skipper that breaks its contract or does not fit the model.
     """
     resolved = Settings.build(settings, **overrides)
     if resolved.memory is not None and resolved.memory.budget_gib is not None:
@@ -61,7 +69,7 @@ def compile(model: PreTrainedModel, settings: Settings | None = None, **override
         _check_architecture(model)
         _check_weights(model, resolved)
         with _on_default_stream(next(model.parameters()).device):
-            engine, watch, kv_block_bytes = _build_engine(model, resolved, report)
+            engine, watch, kv_block_bytes = _build_engine(model, resolved, report, _usable(skipper, model, resolved))
             compiled = Compiled(engine, watch, report, resolved, kv_block_bytes)
     except UnsupportedModelError as error:
         if resolved.on_unsupported == "raise":
@@ -94,7 +102,23 @@ def _on_default_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport) -> tuple[Engine, WeightWatch, int]:
+def _usable(skipper: Skipper | str | Path | None, model: PreTrainedModel, settings: Settings) -> Skipper | None:
+    """The skipper, loaded if it is a path, on the model's device, and proven to keep its contract."""
+    if skipper is None:
+        return None
+    if settings.weights == "fp8":
+        raise SettingError("a skipper needs weights='16bit' or 'nested'; weights='fp8' serves dense steps only: leave one of them out")
+    if isinstance(skipper, (str, Path)):
+        skipper = load_skipper(skipper, model)
+    config, weight = model.config.get_text_config(), next(model.parameters())
+    skipper = skipper.to(weight.device, weight.dtype).eval()
+    validate(skipper, config.hidden_size, config.num_hidden_layers, weight.dtype, weight.device)
+    return skipper
+
+
+def _build_engine(
+    model: PreTrainedModel, settings: Settings, report: CompileReport, skipper: Skipper | None
+) -> tuple[Engine, WeightWatch, int]:
     """Everything behind the model; also the bytes of one KV block."""
     reclaim()  # what engines that are gone have left
     device = next(model.parameters()).device
@@ -115,6 +139,8 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
         use_stored_tiles(cache_dir(settings), device_kind(device), report)
     with KernelWorkers(report, enabled=cuda and settings.parallel_warmup) as workers:
         program = build_program(model, settings, "cuda" if cuda else "cpu", report, on_miss=workers.start)
+        routed = _routed_program(model, settings, "cuda" if cuda else "cpu", report, skipper, workers.start)
+        program = replace(program, routed=routed)
         if cuda and settings.parallel_warmup:
             with report.timed("compile kernels"):
                 precompile_kernels(one_block_runner(program, limits, device), buckets, workers, nested=settings.weights == "nested")
@@ -128,6 +154,21 @@ def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileRep
         if shared is not None:
             shared.abandon(error)
         raise
+
+
+def _routed_program(
+    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, skipper: Skipper | None, on_miss: Callable[[], None]
+) -> Program | None:
+    """The program of steps that ask the skipper, over the weights that the dense program has bound; its own report in short."""
+    if skipper is None:
+        return None
+    details = CompileReport()
+    with report.timed("routed program"):
+        program = build_program(model, settings, target, details, on_miss, skipper)
+    for line in details.sections["depth"]:
+        report.add("depth", line)
+    report.add("depth", f"routed steps: {details.sections['compiled'][-1]}; not kept in the program cache")
+    return program
 
 
 def _report_portable(settings: Settings, device: torch.device, report: CompileReport) -> None:
@@ -160,12 +201,14 @@ def _assemble(
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
     layers = entry_names(program.kv_shape.num_layers, settings.nested_head) if settings.weights == "nested" else ()
     timeline = Timeline(program.kv_shape.block_bytes) if settings.memory is not None else None
-    engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers, control, timeline)
+    routes = None if program.routed is None else RouteLog(program.routed.routed_layers, (settings.depth == "routed",) * 2)
+    engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers, control, timeline, routes)
     if settings.memory is not None and settings.memory.policy == "static_fast":
         engine.set_precision("fast")
     if shared is not None:
         close_with(engine, shared.resources)
-    return engine, WeightWatch(model, [program.refill_tables, engine.weights_changed]), program.kv_shape.block_bytes
+    refills = [p.refill_tables for p in (program, program.routed) if p is not None]
+    return engine, WeightWatch(model, [*refills, engine.weights_changed]), program.kv_shape.block_bytes
 
 
 def _share(program: Program, num_blocks: int, settings: Settings, device: torch.device, report: CompileReport) -> SharedMemory | None:
@@ -173,7 +216,10 @@ def _share(program: Program, num_blocks: int, settings: Settings, device: torch.
     if settings.memory is None or settings.memory.policy not in ("elastic", "static_fast"):
         return None
     with report.timed("share memory"):
-        return share_memory(program.stored, program.kv_shape, program.num_precisions, num_blocks, settings.memory, device, report)
+        shared = share_memory(program.stored, program.kv_shape, program.num_precisions, num_blocks, settings.memory, device, report)
+        for weight in () if program.routed is None else program.routed.stored:
+            weight.follow()  # residuals have moved into units
+        return shared
 
 
 def _control(shared: SharedMemory | None, manager: MemoryManager, program: Program, settings: Settings) -> MemoryControl | None:
@@ -196,7 +242,7 @@ def _build_runner(
 ) -> Runner:
     with report.timed("allocate"):
         kv_pool = None if shared is None else shared.kv_pool(program.kv_shape, program.kv_dtype)
-        runner = Runner(program, runner_shape(program, limits, num_blocks), device, buckets, kv_pool)
+        runner = Runner(program, runner_shape(program, limits, num_blocks), device, buckets, kv_pool, program.routed)
     if buckets:
         with report.timed("capture graphs"):
             runner.graphs.capture()

@@ -1,14 +1,14 @@
 """Frozen data that crosses folders: KV shape, step inputs of the graph, step plan and step result.
 
 Letters in shapes: T rows (packed tokens of a step), R rows that are sampled, S rows of the block table,
-M blocks of one request at most, L layers, P entries of precision (L, and one more where the head is nested), Hq / Hkv query / KV
+M blocks of one request at most, L layers, places: routed layers, P entries of precision (L, and one more where the head is nested), Hq / Hkv query / KV
 heads, D head dim, B tokens of a block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +57,20 @@ class StepInputs:
     num_decode_rows: int
     layer_precision: torch.Tensor  # [P] int32, 1: the residual bytes of the layer's weights may be read (full); 0: not (fast)
     precision: int  # what `layer_precision` holds, for steps that are not captured: 1 all full, 0 all fast, -1 mixed or unknown
+    # Of routed steps alone:
+    request_ids: torch.Tensor | None = None  # [T] int64, a number of the row's request that is the same in every step
+    is_prompt: torch.Tensor | None = None  # [T] bool, rows of prefill chunks
+    forced_run: torch.Tensor | None = None  # [T] int32, nonzero: the row runs every layer as it is
+    route_tape: torch.Tensor | None = None  # [places, capacity] int8, written by the step: 1 RUN, 0 Project-Only, -1 padding
+    captured: bool = False  # the step is (to be) a captured graph: the host may not read what was decided
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))
+
+
+# How a request goes through the routed layers: dense is the base model, routed asks the skipper.
+Depth = Literal["dense", "routed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +86,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # 1: off; over prompt and output
     seed: int = 0  # draws depend on (seed, index of the token) alone, never on the batch
     eos_token_ids: tuple[int, ...] = ()
+    depth: Depth | tuple[Depth, Depth] | None = None  # of prompt and answer, or of each; None: what the engine was compiled with
     external: bool = False  # the caller picks each token: the request parks with its logits until `Engine.push_token`
 
 
@@ -96,6 +107,8 @@ class Chunk:
     sample_index: int  # how many tokens the request has produced before this one
     sampling: SamplingParams
     history: tuple[int, ...] | None = None  # all tokens so far; only on the first chunk after admission, only with a repetition penalty
+    routed: bool = False  # the skipper is asked; else the rows run every layer as it is
+    number: int = 0  # of the request, the same in every step and every run: a hash of its id; int32, not negative
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +132,11 @@ class StepPlan:
         return len(self.decodes) + sum(c.num_tokens for c in self.prefills)
 
     @property
+    def routed(self) -> bool:
+        """Whether the step asks the skipper for some of its rows."""
+        return any(c.routed for c in self.decodes) or any(c.routed for c in self.prefills)
+
+    @property
     def sampled(self) -> tuple[Chunk, ...]:
         """Chunks that yield a token, in the order of the sampled rows: decodes first."""
         return tuple(c for c in self.decodes + self.prefills if c.samples)
@@ -132,3 +150,4 @@ class StepResult:
     token_ids: tuple[int, ...]  # -1 where the logits were not finite or the request samples outside the engine
     finite: tuple[bool, ...]  # False where the row's logits held NaN
     logits: dict[str, torch.Tensor]  # request id -> [V] float32, for requests that asked for logits
+    tape: torch.Tensor | None = None  # [places, T] int8 on the host, of a routed step: 1 RUN, 0 Project-Only

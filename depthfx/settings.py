@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from depthfx.errors import SettingError
+from depthfx.records import Depth
 
 # Longest context where neither the settings nor the model name one.
 DEFAULT_CONTEXT = 4096
@@ -82,6 +83,9 @@ class Settings:
     weights: Weights = "16bit"  # "nested": an FP8 byte and a residual byte, switched by set_precision; "fp8": FP8 for good (not exact)
     nested_head: bool = False  # nest the LM head as well
 
+    # depth
+    depth: Depth = "routed"  # of requests that say nothing, where the model is compiled with a skipper
+
     # scheduling
     max_batch_size: int | None = None  # requests that decode together; None: 256 on CUDA, 32 on a CPU
     max_batch_tokens: int | None = None  # packed rows of one step; None: 8192 on CUDA, 512 on a CPU
@@ -126,6 +130,8 @@ class Settings:
             raise SettingError(f"setting on_unsupported={self.on_unsupported!r} must be one of {get_args(OnUnsupported)}")
         if self.weights not in get_args(Weights):
             raise SettingError(f"setting weights={self.weights!r} must be one of {get_args(Weights)}")
+        if self.depth not in get_args(Depth):
+            raise SettingError(f"setting depth={self.depth!r} must be one of {get_args(Depth)}")
         if self.kv_dtype not in get_args(KvDtype):
             raise SettingError(f"setting kv_dtype={self.kv_dtype!r} must be one of {get_args(KvDtype)}")
         if self.nested_head and self.weights != "nested":

@@ -17,6 +17,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 _LIBRARY = torch.library.Library("depthfx", "FRAGMENT")
 _pdl = False
+_collecting = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,17 @@ def register_kernel(spec: KernelSpec) -> KernelSpec:
     _LIBRARY.impl(spec.name, spec.launch, "CUDA")
     torch.library.register_fake(f"depthfx::{spec.name}", spec.fake, lib=_LIBRARY)
     return spec
+
+
+def set_collecting(collecting: bool) -> None:
+    """Say that kernels are only named, not run, from here on; see :func:`depthfx.lowering.precompile.collected`."""
+    global _collecting
+    _collecting = collecting
+
+
+def is_collecting() -> bool:
+    """Whether kernels are only named: no value on the device means anything."""
+    return _collecting
 
 
 def enable_pdl(enabled: bool) -> None:

@@ -31,6 +31,7 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
+from depthfx.lowering.kernel_spec import set_collecting
 from depthfx.report import CACHES, CompileReport
 
 # Fewer missing variants than this are compiled faster than workers start.
@@ -108,9 +109,11 @@ def collected() -> Iterator[dict[Variant, None]]:
 
     before = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = note
+    set_collecting(True)
     try:
         yield found
     finally:
+        set_collecting(False)
         triton.knobs.runtime.jit_cache_hook = before
         for loaded, key in placed:
             del loaded[key]

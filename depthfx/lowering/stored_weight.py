@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from depthfx.errors import InternalError
 from depthfx.lowering.nested_format import NestedWeight
 from depthfx.lowering.nested_linear import NestedLinear
+
+
+def joined_view(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """``parts`` along dim 0 as a view, where each is contiguous and begins where the one before ends; else None."""
+    first, at = parts[0], parts[0].data_ptr()
+    if len(parts) == 1:
+        return first
+    storage = first.untyped_storage().data_ptr()
+    for p in parts:
+        if p.untyped_storage().data_ptr() != storage or p.data_ptr() != at or not p.is_contiguous() or p.shape[1:] != first.shape[1:]:
+            return None
+        at += p.nbytes
+    shape = (sum(p.shape[0] for p in parts), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
+
+
+def joined_bytes(parts: Sequence[NestedWeight]) -> NestedWeight | None:
+    """``parts`` of one format as a view, where they are neighbours in memory; else None."""
+    if len({p.format for p in parts}) != 1:
+        return None
+    joined: dict[str, torch.Tensor | None] = {}
+    for name in ("upper", "lower", "shift"):
+        tensors = [getattr(p, name) for p in parts]
+        joined[name] = None if tensors[0] is None else joined_view(tensors)
+        if (joined[name] is None) != (tensors[0] is None):
+            return None
+    assert joined["upper"] is not None
+    return NestedWeight(parts[0].format, joined["upper"], joined["lower"], joined["shift"])
 
 
 @dataclass(frozen=True)
@@ -44,3 +74,11 @@ class StoredWeight:
         for index, module in enumerate(self.modules):
             parts = {part: tensor.split(rows)[index] for part, tensor in new.items()}
             module.assign(NestedWeight(module.format, parts.get("upper", module.upper), parts.get("lower", module.lower), module.shift))
+
+    def follow(self) -> None:
+        """Read the bytes where the modules have them now: another program over the same modules has moved them."""
+        joined = joined_bytes([m.nested for m in self.modules])
+        if joined is None or joined.lower is None:
+            raise InternalError(f"{self.name}: its parts are no longer neighbours in memory, so two programs cannot share them")
+        setattr(self.holder, f"{self.name}_upper", joined.upper)
+        setattr(self.holder, f"{self.name}_lower", joined.lower)

@@ -13,9 +13,11 @@ import torch
 from torch import fx
 from transformers import AttentionInterface, PreTrainedModel
 
+from depthfx.contracts import Skipper
 from depthfx.errors import UnsupportedModelError
 from depthfx.passes import attention_marker
-from depthfx.passes.context import PassContext, Target
+from depthfx.passes.context import SKIPPER, PassContext, Target
+from depthfx.passes.route_markers import routed_layers
 from depthfx.records import StepInputs
 from depthfx.report import CompileReport
 from depthfx.settings import DEFAULT_CONTEXT, Settings
@@ -53,15 +55,18 @@ class _StopCaptureError(Exception):
     """Raised in place of compiling the captured graph: Dynamo's guards and bytecode, which it would make next, are not needed."""
 
 
-def capture(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext]:
-    """Trace ``model`` over T packed rows.
+def capture(
+    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, skipper: Skipper | None = None
+) -> tuple[fx.GraphModule, PassContext]:
+    """Trace ``model`` over T packed rows, with the decisions of ``skipper`` where there is one.
 
     Returns a graph with inputs ``token_ids [T] int64``, ``positions [T] int32``, ``logit_rows [R] int64`` and one
     input for each weight (``context.weights`` names them), and output logits ``[R, vocabulary]``.
     Raises :class:`UnsupportedModelError` with the reason where the forward is not one graph.
     """
-    gm, example_inputs = _trace(model)
-    context = PassContext(settings, target, report, _fake_mode(gm), None)
+    with routed_layers(model, skipper):
+        gm, example_inputs = _trace(model)
+    context = PassContext(settings, target, report, _fake_mode(gm), None, skipper=skipper)
     context.num_positions = longest_context(model, settings)
     _name_inputs(gm, example_inputs, model, context)
     _drop_bookkeeping(gm)
@@ -174,6 +179,8 @@ def _fake_mode(gm: fx.GraphModule) -> Any:
 def _name_inputs(gm: fx.GraphModule, example_inputs: list[Any], model: PreTrainedModel, context: PassContext) -> None:
     """Rename inputs: step inputs by their argument, weights by their name in the model; drop symbolic-size inputs."""
     names = {id(t): n for n, t in [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]}
+    if context.skipper is not None:
+        names |= {id(t): SKIPPER + n for n, t in [*context.skipper.named_parameters(), *context.skipper.named_buffers()]}
     arguments = ("token_ids", "positions", "logit_rows")
     sizes: dict[Any, fx.Node] = {}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]

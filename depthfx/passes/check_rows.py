@@ -10,15 +10,17 @@ from torch import fx
 
 from depthfx.errors import UnsupportedModelError
 from depthfx.passes.context import PassContext, module_path, shape_of, value_of
+from depthfx.passes.route_markers import LAYER_INPUT, ROUTE, ROWS_OF
 
 # Ops that work element by element (with broadcasting).
 _POINTWISE = frozenset(
     "add sub mul div truediv floordiv pow neg rsqrt sqrt reciprocal exp log tanh sigmoid silu gelu relu relu_ softplus softsign mish erf sin cos "
     "to float half bfloat16 type_as type clamp clamp_ clip abs sign where masked_fill maximum minimum square add_ mul_ sub_ div_ iadd imul isub "
     "itruediv contiguous clone detach dropout eq ne lt gt le ge logical_and logical_or logical_not bitwise_not hardtanh threshold "
-    "leaky_relu elu relu6 zeros_like ones_like full_like empty_like alias identity copy nan_to_num square_ floor ceil round trunc and_ or_".split()
+    "leaky_relu elu relu6 zeros_like ones_like full_like empty_like alias identity copy nan_to_num square_ floor ceil round trunc and_ or_ "
+    "xor invert bool long int remainder fmod mod bitwise_xor bitwise_and bitwise_or rshift lshift bitwise_right_shift bitwise_left_shift".split()
 )
-_REDUCTIONS = frozenset("mean sum amax amin max min var std norm softmax log_softmax cumsum prod logsumexp".split())
+_REDUCTIONS = frozenset("mean sum amax amin max min var std norm softmax log_softmax cumsum prod logsumexp argmax argmin all any".split())
 _RESHAPES = frozenset("view reshape flatten unflatten squeeze unsqueeze view_as _unsafe_view".split())
 _MOVES = frozenset(
     "transpose permute expand expand_as movedim swapaxes t repeat_interleave split chunk unbind split_with_sizes narrow repeat".split()
@@ -94,7 +96,7 @@ def _reason(node: fx.Node, ctx: PassContext, after_layers: bool) -> str | None:
     name = _name(node)
     if name in _SIZES:
         return None
-    if str(node.target).startswith("depthfx.attention"):
+    if str(node.target).startswith("depthfx.attention") or node.target in (ROUTE, ROWS_OF, LAYER_INPUT):
         return None
     if name == "getitem":
         return _check_getitem(node, ctx, after_layers)

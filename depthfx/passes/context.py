@@ -10,12 +10,14 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from depthfx.contracts import Skipper
 from depthfx.lowering.stored_weight import StoredWeight
 from depthfx.records import KvShape
 from depthfx.report import CompileReport
 from depthfx.settings import Settings
 
 Target = Literal["cpu", "cuda"]
+SKIPPER = "skipper."  # begins the names of weights that are the skipper's, not the model's
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class PassContext:
     kv_shape: KvShape | None = None
     num_heads: int = 0  # query heads, the largest of any layer
     stored: list[StoredWeight] = field(default_factory=list)  # nested weights, once they are bound
+    skipper: Skipper | None = None  # None: the dense program
     # results of `fake_value`: layers repeat the same calls on values of the same shape
     fake_values: dict[Any, Any] = field(default_factory=dict)
 
@@ -73,8 +76,9 @@ def call(graph: fx.Graph, ctx: PassContext, like: fx.Node, target: Callable[...,
     # without the Python dispatcher, C++ ops would read symbolic sizes as numbers and fix them
     with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
         node.meta["example_value"] = _fake_value(node, ctx)
-    if "nn_module_stack" in like.meta:
-        node.meta["nn_module_stack"] = like.meta["nn_module_stack"]
+    for key in ("nn_module_stack", "group"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
     return node
 
 

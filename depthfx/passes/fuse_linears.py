@@ -18,13 +18,13 @@ def fuse_linears(gm: fx.GraphModule, ctx: PassContext) -> None:
     """
     count = 0
     for layer in ctx.layers:
-        by_input: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
+        by_input: dict[tuple[fx.Node, bool, str], list[fx.Node]] = {}
         for node in layer.nodes:
             if node.op == "call_function" and node.target is F.linear and not node.kwargs:
                 x, weight, *bias = node.args
                 if _own(weight, ctx) and all(b is None or _own(b, ctx) for b in bias):
-                    by_input.setdefault((x, bool(bias and bias[0] is not None)), []).append(node)
-        for (_, has_bias), linears in by_input.items():
+                    by_input.setdefault((x, bool(bias and bias[0] is not None), node.meta.get("group", "")), []).append(node)
+        for (_, has_bias, _), linears in by_input.items():
             if len(linears) > 1 and _movable(linears):
                 _join(gm, ctx, linears, has_bias)
                 count += 1

@@ -15,7 +15,7 @@ from depthfx.lowering.fp8_weight import Fp8Linear, quantize_weight
 from depthfx.lowering.nest import concatenate, nest_counted
 from depthfx.lowering.nested_format import NestedWeight
 from depthfx.lowering.nested_linear import NestedLinear, place_linear
-from depthfx.lowering.stored_weight import StoredWeight
+from depthfx.lowering.stored_weight import StoredWeight, joined_bytes, joined_view
 from depthfx.passes.context import PassContext, value_of
 
 Fill = tuple[torch.Tensor, Callable[[], torch.Tensor]]  # a copy that the program reads, and what it must hold
@@ -41,9 +41,9 @@ def bind_stored(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: 
 
 
 def join_parameters(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of ``parts`` along dim 0; each part becomes a view of it. A single part is returned as it is."""
-    if len(parts) == 1:
-        return parts[0].detach()
+    """One tensor of ``parts`` along dim 0; each part becomes a view of it. Parts that are neighbours in memory, or one part, stay where they are."""
+    if (there := joined_view([p.detach() for p in parts])) is not None:
+        return there
     with torch.no_grad():
         joined = torch.cat([p.detach() for p in parts])
         for part, view in zip(parts, joined.split([p.shape[0] for p in parts]), strict=True):
@@ -170,7 +170,7 @@ def _why_kept(modules: Sequence[nn.Module]) -> str:
 
 def _joined_bytes(modules: Sequence[NestedLinear]) -> tuple[NestedWeight | torch.Tensor, int, str]:
     """Modules made by a loader: their bytes joined, nothing transcoded where the formats go together."""
-    nested = concatenate([m.nested for m in modules])
+    nested = joined_bytes([m.nested for m in modules]) or concatenate([m.nested for m in modules])
     if len(modules) > 1:
         for module, part in zip(modules, _split(nested, [m.out_features for m in modules]), strict=True):
             module.assign(part)

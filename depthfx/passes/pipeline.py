@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from depthfx.contracts import Skipper
 from depthfx.lowering.codegen import compile_with_inductor, run_eagerly
 from depthfx.lowering.nested_linear import plain_linears
 from depthfx.lowering.stored_weight import StoredWeight
@@ -17,9 +18,11 @@ from depthfx.passes.capture import capture
 from depthfx.passes.check_graph import check_graph
 from depthfx.passes.check_rows import check_rows
 from depthfx.passes.context import Pass, PassContext, Target, refresh_values
+from depthfx.passes.form_cohorts import form_cohorts
 from depthfx.passes.fuse_linears import fuse_linears
 from depthfx.passes.fuse_norms import fuse_norms
 from depthfx.passes.fuse_rotary import fuse_rotary
+from depthfx.passes.outline_cohorts import outline_cohorts
 from depthfx.passes.program_key import program_key
 from depthfx.passes.program_store import load_program, program_file, save_program
 from depthfx.passes.recognise_layers import recognise_layers
@@ -40,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     recognise_layers,
     check_rows,
     use_paged_attention,
+    form_cohorts,
     fuse_linears,
     fuse_rotary,
     fuse_norms,
@@ -67,10 +71,16 @@ class Program:
     nested: bool  # weights of layers are nested
     refill_tables: Callable[[], None]  # to be called after weights were changed in place
     stored: tuple[StoredWeight, ...]  # nested weights, in the order of the program
+    routed_layers: tuple[int, ...] = ()  # where the skipper is asked; empty: the dense program
+    routed: Program | None = None  # of the dense program: the one of steps that ask the skipper
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        logits: torch.Tensor = self.module(**{name: getattr(inputs, name) for name in StepInputs.names()})
+        names = StepInputs.names() if self.routed_layers else _DENSE_INPUTS
+        logits: torch.Tensor = self.module(**{name: getattr(inputs, name) for name in names})
         return logits
+
+
+_DENSE_INPUTS = tuple(n for n in StepInputs.names() if n not in ("request_ids", "is_prompt", "forced_run", "route_tape", "captured"))
 
 
 def run_passes(gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -88,21 +98,24 @@ def run_passes(gm: fx.GraphModule, ctx: PassContext) -> None:
 
 
 def build_program(
-    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, on_miss: Callable[[], None] = lambda: None
-) -> Program:
+    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, on_miss: Callable[[], None] = lambda: None,
+    skipper: Skipper | None = None,
+) -> Program:  # fmt: skip
     """Capture, rewrite, split and compile the forward of ``model``; ``on_miss`` is called where the capture is not skipped.
 
+    With ``skipper`` it is the routed program, over the same weights as a dense one that was built before.
     Raises :class:`~depthfx.errors.UnsupportedModelError` with the reason for a model that does not fit.
     """
     with plain_linears(model):  # a model that was loaded nested is captured like any other
-        gm, ctx = _rewritten(model, settings, target, report, on_miss)
-    compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode) if settings.inductor else run_eagerly
-    with report.timed("compile pieces"):
-        split_pieces(gm, ctx, compiler)
+        gm, ctx = _rewritten(model, settings, target, report, on_miss, skipper)
     vocab_size = int(next(n for n in gm.graph.nodes if n.op == "output").args[0].meta["example_value"].shape[-1])
     kv_dtype = next(n.meta["example_value"].dtype for n in gm.graph.nodes if n.name == "kv_pool")
     with report.timed("bind weights"):
         refill_tables = bind_weights(gm, ctx, model)
+    compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode) if settings.inductor else run_eagerly
+    with report.timed("compile pieces"):
+        outline_cohorts(gm, ctx, lambda body: split_pieces(body, ctx, compiler))
+        split_pieces(gm, ctx, compiler)
     assert ctx.kv_shape is not None
     num_precisions = ctx.kv_shape.num_layers + settings.nested_head
     return Program(
@@ -115,17 +128,19 @@ def build_program(
         settings.weights == "nested",
         refill_tables,
         tuple(ctx.stored),
+        () if skipper is None else skipper.layers,
     )
 
 
 def _rewritten(
-    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, on_miss: Callable[[], None] = lambda: None
-) -> tuple[fx.GraphModule, PassContext]:
+    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, on_miss: Callable[[], None] = lambda: None,
+    skipper: Skipper | None = None,
+) -> tuple[fx.GraphModule, PassContext]:  # fmt: skip
     """The program of ``model`` before it is split: from the program cache, or captured, rewritten and put there."""
-    if not settings.program_cache:
-        report.add(CACHES, "program cache: off, setting program_cache=False")
+    if skipper is not None or not settings.program_cache:
+        report.add(CACHES, "program cache: off, " + ("for routed steps" if skipper is not None else "setting program_cache=False"))
         on_miss()
-        return _captured(model, settings, target, report)
+        return _captured(model, settings, target, report, skipper)
     with report.timed("program cache"):
         path = program_file(program_key(model, settings, target), settings)
         found = load_program(path, settings, target, report)
@@ -140,8 +155,10 @@ def _rewritten(
     return gm, ctx
 
 
-def _captured(model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext]:
+def _captured(
+    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, skipper: Skipper | None = None
+) -> tuple[fx.GraphModule, PassContext]:
     with report.timed("capture"):
-        gm, ctx = capture(model, settings, target, report)
+        gm, ctx = capture(model, settings, target, report, skipper)
     run_passes(gm, ctx)
     return gm, ctx

@@ -59,7 +59,7 @@ def _runs(gm: fx.GraphModule) -> list[list[fx.Node]]:
         current.clear()
 
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output") or _is_direct(node):
+        if node.op in ("placeholder", "get_attr", "call_module", "output") or _is_direct(node):
             close()
         elif current or not is_op(node, *_FREE):
             current.append(node)
@@ -74,7 +74,7 @@ def _outline(gm: fx.GraphModule, run: list[fx.Node]) -> tuple[fx.GraphModule, li
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for number, node in enumerate(inputs):
-        weight = str(node.target).startswith("w_") if node.op == "placeholder" else False
+        weight = node.op == "get_attr" or (node.op == "placeholder" and node.name.startswith("w_"))
         env[node] = graph.placeholder(f"{'w' if weight else 'x'}_{number}")
         env[node].meta.update(node.meta)
     for node in run:

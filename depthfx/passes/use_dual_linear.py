@@ -13,7 +13,7 @@ from torch import fx
 from depthfx.errors import UnsupportedModelError
 from depthfx.lowering import ops
 from depthfx.lowering.fp8_weight import fits_fp8
-from depthfx.passes.context import PassContext, call, layer_key, shape_of, value_of
+from depthfx.passes.context import SKIPPER, PassContext, call, layer_key, shape_of, value_of
 
 # Stands for the format in a graph whose weights are not bound yet.
 UNBOUND = "unbound"
@@ -93,6 +93,8 @@ def _linears(gm: fx.GraphModule, ctx: PassContext) -> Iterable[tuple[fx.Node, in
                     f"nested_head=True: the embedding shares {names} and reads it in 16 bits; leave nested_head out"
                 )
             layer = len(ctx.layers)
+        if names.startswith(SKIPPER):
+            continue
         if layer is None:
             kept.append(f"{names}: {'the LM head' if head else 'outside the layers'}")
         elif len(weight.users) > 1:

@@ -38,11 +38,16 @@ def use_linear(gm: fx.GraphModule, ctx: PassContext) -> None:
             continue
         x, weight, *bias = node.args
         shape = shape_of(x) or ()
-        if not isinstance(weight, fx.Node) or weight.name not in ctx.weights or len(shape) != 3 or shape[0] != 1:
+        if (
+            not isinstance(weight, fx.Node)
+            or weight.name not in ctx.weights
+            or not (len(shape) == 2 or (len(shape) == 3 and shape[0] == 1))
+        ):
             continue
         with gm.graph.inserting_before(node):
-            out = call(gm.graph, ctx, node, ops.LINEAR, rows(gm, ctx, x), weight, bias[0] if bias else None)  # type: ignore[arg-type]
-            node.replace_all_uses_with(batched(gm, ctx, out))
+            packed = x if len(shape) == 2 else rows(gm, ctx, x)  # type: ignore[arg-type]
+            out = call(gm.graph, ctx, node, ops.LINEAR, packed, weight, bias[0] if bias else None)
+            node.replace_all_uses_with(out if len(shape) == 2 else batched(gm, ctx, out))
         gm.graph.erase_node(node)
         count += 1
     ctx.report.add("rewritten", f"{count} linears: depthfx::linear")

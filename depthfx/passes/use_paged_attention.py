@@ -11,7 +11,7 @@ from depthfx.passes.context import PassContext, batched, call, rows, value_of
 from depthfx.records import KvShape, StepInputs
 
 # Example sizes of the step inputs; only dtype and rank matter, the ops run outside Inductor.
-_TABLE_ROWS, _BLOCKS_PER_ROW, _BLOCKS = 3, 5, 7
+_TABLE_ROWS, _BLOCKS_PER_ROW, _BLOCKS, _TAPE = 3, 5, 7, 8192
 # What an FP8 pool costs in speed beside the 16-bit (CUDA) or 32-bit (CPU) one.
 _SERVED_BY = {
     "cuda": "prefill takes the Triton kernel, since the faster one for Hopper reads 16-bit KV alone",
@@ -58,10 +58,20 @@ def _add_inputs(gm: fx.GraphModule, ctx: PassContext, dtype: torch.dtype) -> dic
             "layer_precision": torch.empty(len(ctx.layers) + ctx.settings.nested_head, dtype=torch.int32, device=device),
             "precision": -1,
         }
+        if ctx.skipper is not None:
+            row = torch.empty_like(value_of(nodes["positions"]))
+            values |= {
+                "request_ids": row.to(torch.int64),
+                "is_prompt": row.to(torch.bool),
+                "forced_run": row,
+                "route_tape": torch.empty(len(ctx.skipper.layers), _TAPE, dtype=torch.int8, device=device),
+                "captured": False,
+            }
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     for name, value in values.items():
         with gm.graph.inserting_after(last):
             last = nodes[name] = gm.graph.placeholder(name)
+        last.name = last.target = name  # also where a local variable of the traced code was called so; the capture renamed it
         last.meta["example_value"] = value
     return nodes
 

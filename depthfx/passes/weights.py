@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from depthfx.lowering.nested_linear import NestedLinear
-from depthfx.passes.context import PassContext
+from depthfx.passes.context import SKIPPER, PassContext
 from depthfx.passes.nested_weights import bind_stored, join_parameters
 
 
@@ -24,13 +24,13 @@ def bind_weights(gm: fx.GraphModule, ctx: PassContext, model: torch.nn.Module) -
     device = next(model.parameters()).device
     fills = bind_stored(gm, ctx, model, holder)
     for node in [n for n in gm.graph.nodes if n.op == "placeholder" and n.name in ctx.weights]:
-        tensors = [_lookup(model, name) for name in ctx.weights[node.name]]
+        tensors = [_lookup(model, ctx, name) for name in ctx.weights[node.name]]
         if node.name in ctx.tables:
             fill = partial(_fill_table, ctx.tables[node.name], ctx.num_positions, tensors, device)
             value = fill()
             fills.append((value, fill))
-        elif any(isinstance(model.get_submodule(name.rpartition(".")[0]), NestedLinear) for name in ctx.weights[node.name]):
-            fill = partial(_copied, model, ctx.weights[node.name])  # nested modules that the graph reads in 16 bits
+        elif any(isinstance(_owner(model, ctx, name), NestedLinear) for name in ctx.weights[node.name]):
+            fill = partial(_copied, model, ctx, ctx.weights[node.name])  # nested modules that the graph reads in 16 bits
             value = fill()
             fills.append((value, fill))
         else:
@@ -59,13 +59,19 @@ def _fill_table(recipe: fx.GraphModule, num_positions: int, tensors: list[torch.
     return table.contiguous()
 
 
-def _copied(model: torch.nn.Module, names: Sequence[str]) -> torch.Tensor:
-    return torch.cat([_lookup(model, name).detach() for name in names])
+def _copied(model: torch.nn.Module, ctx: PassContext, names: Sequence[str]) -> torch.Tensor:
+    return torch.cat([_lookup(model, ctx, name).detach() for name in names])
 
 
-def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:
-    path, _, last = name.rpartition(".")
-    found: torch.Tensor = getattr(model.get_submodule(path), last)
+def _owner(model: torch.nn.Module, ctx: PassContext, name: str) -> torch.nn.Module:
+    """The module that holds the tensor ``name``: of the model, or of the skipper."""
+    if ctx.skipper is not None and name.startswith(SKIPPER):
+        model, name = ctx.skipper, name.removeprefix(SKIPPER)
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _lookup(model: torch.nn.Module, ctx: PassContext, name: str) -> torch.Tensor:
+    found: torch.Tensor = getattr(_owner(model, ctx, name), name.rpartition(".")[2])
     return found
 
 

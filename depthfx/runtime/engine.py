@@ -15,6 +15,7 @@ from depthfx.runtime.metrics import EngineStats, StepClock, StepCounts
 from depthfx.runtime.parts import Flight, MemoryControl, StepRunner
 from depthfx.runtime.precision import Modes, changed, named
 from depthfx.runtime.request import Request, RequestOutput, StopCheck, check_prompt, check_sampling, check_token
+from depthfx.runtime.routes import RouteLog, routed_parts
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.stream import TokenStream
 from depthfx.runtime.timeline import MemorySample, Timeline
@@ -29,16 +30,16 @@ class Engine:
     One thread at a time drives: it plans, launches, waits and commits; others may add, abort and read meanwhile.
     ``lookahead``: the next step is launched before the previous one is waited for. ``check``: prove the invariants of
     memory after every step. ``layers`` names the entries of precision that can be switched, all full at first; none by default.
-    ``control`` moves memory between weights and KV; ``timeline`` keeps samples of who owned it.
+    ``control`` moves memory, ``timeline`` keeps samples of who owned it, ``routes`` (None: no skipper) what the skipper decided.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: StepRunner, vocab_size: int, lookahead: bool, check: bool,
         layers: Sequence[int | str] = (), control: MemoryControl | None = None, timeline: Timeline | None = None,
+        routes: RouteLog | None = None,
     ) -> None:  # fmt: skip
-        self.layers = tuple(layers)
-        self.vocab_size = vocab_size
-        self._scheduler = scheduler
+        self.routes, self.layers = routes, tuple(layers)
+        self.vocab_size, self._scheduler = vocab_size, scheduler
         self._runner = runner
         self._depth = 2 if lookahead else 1
         self._check = check
@@ -253,7 +254,7 @@ class Engine:
                 request_id = self._unused_id()
             elif request_id in self._mailboxes:
                 raise InvalidRequestError(f"request id {request_id!r} belongs to a stream that is still read; choose another or close it")
-            self._scheduler.add(Request(request_id, token_ids, sampling, stop_check))
+            self._scheduler.add(Request(request_id, token_ids, sampling, stop_check, routed=routed_parts(sampling, self.routes)))
             if mailbox is not None:
                 self._mailboxes[request_id] = mailbox
         return request_id
@@ -376,6 +377,8 @@ class Engine:
                 outputs = self._scheduler.commit(result)
             self._num_faults = 0
             self._counts.add(flight.plan)
+            if self.routes is not None and result.tape is not None:
+                self.routes.add(flight.plan, result.tape)
             # a stop_check that was interrupted: whoever drives must notice
             error = next((o.error for o in outputs if o.error is not None and not isinstance(o.error, Exception)), None)
         else:

@@ -71,32 +71,37 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def captured_steps(buckets: Sequence[int], nested: bool, device: torch.device) -> list[tuple[int, int]]:
-    """(bucket, precision on the host) of each graph, largest first.
+def captured_steps(buckets: Sequence[int], nested: bool, device: torch.device, routed: bool = False) -> list[tuple[int, int, bool]]:
+    """(bucket, precision on the host, routed) of each graph, largest first.
 
     One graph serves every mixture of precisions (-1: the flags on the device decide). Of nested weights, large buckets have a
     second one for steps that are fast in all layers (0): FP8 activations make them a fifth faster, and that choice of kernel
     cannot wait for the device.
     """
     second = nested and ops.has_fp8_rows(device)
-    return [(b, hint) for b in sorted(buckets, reverse=True) for hint in ((-1, 0) if second and b >= ops.MIN_FP8_ROWS else (-1,))]
+    return [
+        (b, hint, depth)
+        for b in sorted(buckets, reverse=True)
+        for hint in ((-1, 0) if second and b >= ops.MIN_FP8_ROWS else (-1,))
+        for depth in ((False, True) if routed else (False,))
+    ]
 
 
 class DecodeGraphs:
     """The graphs of one runner; they share one memory pool, captured from the largest bucket down."""
 
     def __init__(self, runner: Runner, buckets: tuple[int, ...]) -> None:
-        self._graphs: dict[tuple[int, int], DecodeGraph] = {}  # by bucket and precision, see `captured_steps`
+        self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}  # see `captured_steps`
         self.buckets = tuple(sorted(buckets))
         self._runner = runner
 
-    def find(self, plan: StepPlan, precision: int = -1) -> DecodeGraph | None:
+    def find(self, plan: StepPlan, precision: int = -1, routed: bool = False) -> DecodeGraph | None:
         """The smallest graph that holds ``plan`` in ``precision`` (1 full, 0 fast, -1 mixed); None if it prefills or is too large."""
         if plan.prefills:
             return None
         needed = max(len(plan.decodes), len(plan.table_writes))
         bucket = next((b for b in self.buckets if b >= needed), None)
-        return None if bucket is None else self._graphs.get((bucket, precision)) or self._graphs.get((bucket, -1))
+        return None if bucket is None else self._graphs.get((bucket, precision, routed)) or self._graphs.get((bucket, -1, routed))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -104,17 +109,17 @@ class DecodeGraphs:
         runner = self._runner
         stream = torch.cuda.Stream(runner.device)
         pool = torch.cuda.graph_pool_handle()
-        for bucket, precision in captured_steps(self.buckets, runner.shape.nested, runner.device):
-            uploaded = runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket)
+        for bucket, precision, routed in captured_steps(self.buckets, runner.shape.nested, runner.device, runner.routed is not None):
+            uploaded = runner.staging.upload(StepPlan(-1, (), (), ()), bucket, routed)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), dependent_launch(bucket, runner.shape.nested, runner.device):
-                runner.forward(uploaded, precision)  # compiles what this bucket needs, outside the capture
+                runner.forward(uploaded, precision, routed, captured=True)  # compiles what this bucket needs, outside the capture
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             overlapped = dependent_launch(bucket, runner.shape.nested, runner.device)
             with _no_collection(), overlapped, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                logits = runner.forward(uploaded, precision)
+                logits = runner.forward(uploaded, precision, routed, captured=True)
                 tokens = greedy(logits)
                 runner.last_tokens[:bucket].copy_(tokens)
-            self._graphs[bucket, precision] = DecodeGraph(bucket, graph, logits, tokens)
+            self._graphs[bucket, precision, routed] = DecodeGraph(bucket, graph, logits, tokens)
         torch.cuda.current_stream().synchronize()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from depthfx.errors import InvalidRequestError, RequestTooLargeError
-from depthfx.records import SamplingParams
+from depthfx.records import Depth, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +52,8 @@ class Request:
 
     __slots__ = (
         "arrival", "error", "finish_reason", "fresh", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "num_backed",
-        "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "output_ids", "precision", "prefilling",
-        "request_id", "salt", "sample_row", "sampling", "status", "stop_check", "table_row", "token_ids",
+        "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling", "request_id",
+        "routed", "salt", "sample_row", "sampling", "state", "status", "stop_check", "table_row", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -62,8 +63,11 @@ class Request:
         sampling: SamplingParams,
         stop_check: StopCheck | None = None,
         salt: bytes = b"",
+        routed: tuple[bool, bool] = (False, False),
     ) -> None:
         self.request_id = request_id
+        self.number = zlib.crc32(request_id.encode()) & 0x7FFFFFFF
+        self.routed = routed  # whether prompt and answer ask the skipper
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.output_ids: list[int] = []
         self.num_prompt = len(self.token_ids)
@@ -90,17 +94,17 @@ class Request:
         self.sample_row = -1  # row among the sampled rows of the last step that named it
         self.prefilling = True
         self.fresh = True  # nothing has been planned since admission
-        self.precision = b""  # in force at admission
+        self.state = b""  # precision and depth of its prompt at admission
         self.num_uniform = -1  # leading tokens that were planned under it; -1: all
 
-    def plan_under(self, precision: bytes, start: int) -> None:
-        """Tokens from ``start`` on are planned under ``precision``."""
-        if self.num_uniform < 0 and precision != self.precision:
+    def plan_under(self, state: bytes, start: int) -> None:
+        """Tokens from ``start`` on are planned under ``state``."""
+        if self.num_uniform < 0 and state != self.state:
             self.num_uniform = start
 
     @property
     def num_sharable(self) -> int:
-        """Leading tokens whose KV was computed under the precision of the admission; what follows is nobody else's."""
+        """Leading tokens whose KV was computed under the state of the admission; what follows is nobody else's."""
         return self.num_computed if self.num_uniform < 0 else min(self.num_computed, self.num_uniform)
 
     def end_of_output(self) -> FinishReason | None:
@@ -174,6 +178,14 @@ def check_sampling(sampling: SamplingParams) -> None:
         ("repetition_penalty", s.repetition_penalty, 0.0 < s.repetition_penalty < float("inf"), "above 0 (1 is off) and finite"),
         ("seed", s.seed, -(1 << 63) <= s.seed < 1 << 63, "a 64-bit signed integer"),
     )
-    for name, value, fits, allowed in rules:
+    for name, value, fits, allowed in (
+        *rules,
+        ("depth", s.depth, _is_depth(s.depth), "'dense', 'routed', or a pair of these for prompt and answer"),
+    ):
         if not fits:
             raise InvalidRequestError(f"sampling parameter {name}={value!r} must be {allowed}; change it in the request's SamplingParams")
+
+
+def _is_depth(depth: object) -> bool:
+    parts = depth if isinstance(depth, tuple) else (depth, depth)
+    return depth is None or (len(parts) == 2 and all(p in get_args(Depth) for p in parts))

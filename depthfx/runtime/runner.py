@@ -33,6 +33,7 @@ class RunnerShape:
     vocab_size: int
     num_precisions: int = 1  # entries of `StepInputs.layer_precision`
     nested: bool = False  # weights of layers are nested
+    num_places: int = 0  # routed layers
 
 
 def is_plain_greedy(chunk: Chunk) -> bool:
@@ -50,16 +51,19 @@ class Launched:
     tokens: torch.Tensor  # [R] int64 on the host, -1 where the logits were not finite
     done: torch.cuda.Event | None
     logits: dict[str, torch.Tensor]
+    tape: torch.Tensor | None = None  # [places, T] int8 on the host
 
 
 class Runner:
-    """Runs steps of one program on one device; one stream, steps in the order of ``launch``."""
+    """Runs steps of one program on one device, routed ones of another; one stream, steps in the order of ``launch``."""
 
     def __init__(
-        self, program: Program, shape: RunnerShape, device: torch.device, buckets: tuple[int, ...], kv_pool: torch.Tensor | None = None
-    ) -> None:
+        self, program: Program, shape: RunnerShape, device: torch.device, buckets: tuple[int, ...], kv_pool: torch.Tensor | None = None,
+        routed: Program | None = None,
+    ) -> None:  # fmt: skip
         """``buckets`` are the decode batch sizes to capture as CUDA graphs; empty: every step runs eagerly. ``kv_pool``: one made elsewhere."""
-        self.program, self.shape, self.device = program, shape, device
+        self.program, self.routed, self.shape, self.device = program, routed, shape, device
+        self.tape = torch.zeros(shape.num_places, shape.max_batch_tokens, dtype=torch.int8, device=device)
         if kv_pool is None:
             kv_pool = torch.zeros(shape.kv.pool_shape(shape.num_blocks), dtype=shape.kv_dtype, device=device)
         self.kv_pool = kv_pool
@@ -106,13 +110,14 @@ class Runner:
         self._take_histories(plan)
         sampled = plan.sampled
         precision = self.flags.send(plan.precision)  # after all steps before, which read the old flags
-        graph = self.graphs.find(plan, precision)
-        uploaded = self.staging.upload(plan, pad_to=graph.bucket if graph else None)
+        routed = plan.routed
+        graph = self.graphs.find(plan, precision, routed)
+        uploaded = self.staging.upload(plan, graph.bucket if graph else None, routed)
         if graph is not None:
             graph.replay()
             logits = graph.logits[: len(sampled)]
         else:
-            logits = self.forward(uploaded, precision)
+            logits = self.forward(uploaded, precision, routed)
         if graph is not None and all(is_plain_greedy(c) for c in sampled):
             tokens = graph.tokens[: len(sampled)]  # the graph has stored them in `last_tokens` itself
         else:
@@ -120,7 +125,7 @@ class Runner:
             self.last_tokens[: tokens.shape[0]].copy_(tokens)
         with torch.inference_mode(False):  # copies of their own, which the caller may write to
             wanted = {c.request_id: logits[i].to(torch.float32, copy=True) for i, c in enumerate(sampled) if c.sampling.external}
-        return self._to_host(plan, sampled, tokens, wanted)
+        return self._to_host(Launched(plan, sampled, tokens, None, wanted), plan.num_tokens if routed else 0)
 
     def wait(self, launched: Launched) -> StepResult:
         """Wait until the tokens of ``launched`` are on the host."""
@@ -128,11 +133,24 @@ class Runner:
             launched.done.synchronize()
         picked = launched.tokens[: len(launched.sampled)].tolist()
         tokens = tuple(-1 if c.sampling.external else t for c, t in zip(launched.sampled, picked, strict=True))
-        return StepResult(launched.plan.step_id, tokens, tuple(t >= 0 for t in picked), launched.logits)
+        return StepResult(launched.plan.step_id, tokens, tuple(t >= 0 for t in picked), launched.logits, launched.tape)
 
-    def forward(self, uploaded: Uploaded, precision: int = -1) -> torch.Tensor:
+    def forward(self, uploaded: Uploaded, precision: int = -1, routed: bool = False, captured: bool = False) -> torch.Tensor:
         """Logits ``[R, V]`` of one step; what a graph captures, and then with -1: the flags on the device decide at replay."""
-        return self.program(self.prepare(uploaded, precision))
+        inputs = self.prepare(uploaded, precision)
+        if not routed:
+            return self.program(inputs)
+        assert self.routed is not None, "a routed step needs a skipper"
+        rows = torch.arange(inputs.positions.shape[0], device=self.device)
+        routed_inputs = replace(
+            inputs,
+            request_ids=uploaded.request_ids.long(),
+            is_prompt=rows >= uploaded.num_decode_rows,
+            forced_run=uploaded.forced_run,
+            route_tape=self.tape,
+            captured=captured,
+        )
+        return self.routed(routed_inputs)
 
     def prepare(self, uploaded: Uploaded, precision: int = -1) -> StepInputs:
         """Apply the block-table writes and pick the token of each row; runs inside a captured graph as well."""
@@ -181,11 +199,15 @@ class Runner:
                 torch.cuda.current_stream(self.device).synchronize()  # the buffers in rotation are for one upload a step
         return plan
 
-    def _to_host(self, plan: StepPlan, sampled: tuple[Chunk, ...], tokens: torch.Tensor, logits: dict[str, torch.Tensor]) -> Launched:
+    def _to_host(self, launched: Launched, num_taped: int) -> Launched:
+        """``launched`` with its tokens, and the tape of its first ``num_taped`` rows, on the way to the host."""
+        tape = self.tape[:, :num_taped] if num_taped else None
         if self.device.type != "cuda":
-            return Launched(plan, sampled, tokens, None, logits)
+            return replace(launched, tape=None if tape is None else tape.clone())
         host = self.staging.token_buffer()
-        host[: tokens.shape[0]].copy_(tokens, non_blocking=True)
+        host[: launched.tokens.shape[0]].copy_(launched.tokens, non_blocking=True)
+        if tape is not None:
+            tape = self.staging.tape_buffer(tape.shape).copy_(tape, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(plan, sampled, host, done, logits)
+        return replace(launched, tokens=host, done=done, tape=tape)

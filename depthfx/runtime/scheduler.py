@@ -25,6 +25,7 @@ from operator import and_, attrgetter
 from depthfx.alloc.manager import MemoryManager
 from depthfx.errors import InternalError, InvalidRequestError, NonFiniteLogitsError, SettingError
 from depthfx.records import Chunk, StepPlan, StepResult
+from depthfx.runtime.chunks import decode_chunk, prefill_chunk, state_of
 from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status, fit_request
 
 _by_arrival = attrgetter("arrival")
@@ -142,7 +143,7 @@ class Scheduler:
         if decoding is None:
             return None
         preempted = self.num_preemptions > num_preemptions
-        decodes = tuple(self._decode_chunk(request, row) for row, request in enumerate(decoding))
+        decodes = tuple(decode_chunk(request, row, self._next_step) for row, request in enumerate(decoding))
         budget = self.max_batch_tokens - len(decodes)
         if decodes:
             # decode rows count too: a step of exactly max_chunk_tokens rows fills the tiles of its matrix products
@@ -151,7 +152,7 @@ class Scheduler:
         prefilling: list[Request] = []
         prefills: list[Chunk] = []
         for request in self._prefill_candidates(may_admit=not preempted, idle=not decodes) if budget else ():
-            chunk = self._prefill_chunk(request, budget, len(decodes) + sum(c.samples for c in prefills))
+            chunk = prefill_chunk(request, budget, len(decodes) + sum(c.samples for c in prefills), self._next_step)
             budget -= chunk.num_tokens
             prefilling.append(request)
             prefills.append(chunk)
@@ -161,7 +162,7 @@ class Scheduler:
             return self.plan() if preempted else None  # all who ran were preempted: one of them can be admitted again
         precision = self.precision  # now that no more blocks are taken
         for request, chunk in zip((*decoding, *prefilling), (*decodes, *prefills)):
-            request.plan_under(precision, chunk.start)
+            request.plan_under(state_of(precision, chunk.routed), chunk.start)
         plan = StepPlan(self._next_step, decodes, tuple(prefills), self.manager.take_table_writes(), precision, *self.manager.take_moves())
         self._next_step += 1
         self._steps.append(_Step(plan, (*decoding, *prefilling)))
@@ -257,41 +258,6 @@ class Scheduler:
         request.num_backed += self.manager.block_tokens
         return True
 
-    def _decode_chunk(self, request: Request, row: int) -> Chunk:
-        start, pending = request.num_planned, request.num_pending
-        chunk = Chunk(
-            request.request_id,
-            request.table_row,
-            start,
-            () if pending else (request.token_ids[start],),
-            request.sample_row if pending else -1,
-            True,
-            len(request.output_ids) + pending,
-            request.sampling,
-        )
-        request.num_planned = start + 1
-        request.num_pending = pending + 1
-        request.sample_row = row
-        request.last_step = self._next_step
-        return chunk
-
-    def _prefill_chunk(self, request: Request, budget: int, row: int) -> Chunk:
-        start = request.num_planned
-        token_ids = tuple(request.token_ids[start : start + budget])
-        samples = start + len(token_ids) == len(request.token_ids)
-        wants_history = request.fresh and request.sampling.repetition_penalty != 1.0
-        request.num_planned = start + len(token_ids)
-        request.fresh = False
-        request.last_step = self._next_step
-        if samples:
-            request.prefilling = False
-            request.num_pending += 1
-            request.sample_row = row
-        history = tuple(request.token_ids) if wants_history else None
-        return Chunk(
-            request.request_id, request.table_row, start, token_ids, -1, samples, len(request.output_ids), request.sampling, history
-        )
-
     def _prefill_candidates(self, may_admit: bool, idle: bool) -> Iterator[Request]:
         """Running requests with prompt left, then new admissions, one at a time as the caller asks for them."""
         for request in list(self._running):
@@ -317,8 +283,8 @@ class Scheduler:
         if self._blocked == (request.request_id, manager.num_releases):
             return False
         # One block of headroom for each running request, so that the newcomer is not preempted right away.
-        precision = self.precision
-        place = manager.admit(request.request_id, request.token_ids, precision + request.salt, headroom=len(self._running))
+        state = state_of(self.precision, request.routed[0])
+        place = manager.admit(request.request_id, request.token_ids, state + request.salt, headroom=len(self._running))
         if place is None:
             self._blocked = (request.request_id, manager.num_releases)
             return False
@@ -326,7 +292,7 @@ class Scheduler:
         self._waiting.popleft()
         request.status = Status.RUNNING
         request.holds_blocks = True
-        request.precision = precision
+        request.state = state
         request.table_row = place.table_row
         request.num_planned = request.num_computed = place.reused_tokens + place.reloaded_tokens
         request.num_backed = -(-len(request.token_ids) // manager.block_tokens) * manager.block_tokens

@@ -85,7 +85,7 @@ def size_kv_blocks(model: torch.nn.Module, program: Any, limits: Limits, setting
     activations = 0
     if device.type == "cuda":
         with report.timed("measure activations"):
-            activations = _measure_activations(program, limits, device, nested=settings.weights == "nested")
+            activations = _measure_activations(program, limits, device, settings.weights == "nested")
         free, total = torch.cuda.mem_get_info(device)
         taken = total - free - torch.cuda.memory_reserved(device)  # by others and by the CUDA context
         budget = settings.memory_budget_gib * GIB if settings.memory_budget_gib else total * settings.gpu_memory_utilization - taken
@@ -112,7 +112,7 @@ def _weight_bytes(model: torch.nn.Module) -> int:
 
 def one_block_runner(program: Any, limits: Limits, device: torch.device) -> Runner:
     """A runner of full size except for its KV pool of one block: for measuring and for a dry run before memory is divided."""
-    return Runner(program, runner_shape(program, limits, 1), device, ())
+    return Runner(program, runner_shape(program, limits, 1), device, (), routed=program.routed)
 
 
 def runner_shape(program: Any, limits: Limits, num_blocks: int) -> RunnerShape:
@@ -128,27 +128,33 @@ def runner_shape(program: Any, limits: Limits, num_blocks: int) -> RunnerShape:
         program.vocab_size,
         program.num_precisions,
         program.nested,
+        0 if program.routed is None else len(program.routed.routed_layers),
     )
 
 
-def prefill_plan(lengths: tuple[int, ...], precision: bytes = b"") -> StepPlan:
+def prefill_plan(lengths: tuple[int, ...], precision: bytes = b"", routed: bool = False) -> StepPlan:
     """A step that prefills prompts of these lengths under ``precision``, all into the block that empty block tables name."""
     sampling = SamplingParams()
     return StepPlan(
-        -1, (), tuple(Chunk(f"warm-up {i}", 0, 0, (0,) * n, -1, True, 0, sampling) for i, n in enumerate(lengths)), (), precision
+        -1,
+        (),
+        tuple(Chunk(f"warm-up {i}", 0, 0, (0,) * n, -1, True, 0, sampling, None, routed) for i, n in enumerate(lengths)),
+        (),
+        precision,
     )
 
 
 def _measure_activations(program: Any, limits: Limits, device: torch.device, nested: bool) -> int:
     """Peak bytes of the largest prefill step, measured by running it over one block of KV (also compiles its kernels).
 
-    Nested weights make it run in all three states of precision, since each has kernels of its own.
+    Nested weights make it run in all three states of precision, since each has kernels of its own; a skipper, dense and routed.
     """
     runner = one_block_runner(program, limits, device)
     longest = min(limits.max_model_len, limits.max_batch_tokens)
     full, fast = bytes([1] * program.num_precisions), bytes(program.num_precisions)
     states = (fast, bytes([0, *full[1:]]), full) if nested else (b"",)
-    plans = [prefill_plan((longest,) * (limits.max_batch_tokens // longest), state) for state in states]
+    depths = (False,) if program.routed is None else (False, True)
+    plans = [prefill_plan((longest,) * (limits.max_batch_tokens // longest), state, depth) for state in states for depth in depths]
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     for plan in plans:

@@ -36,14 +36,16 @@ def _variants(runner: Runner, buckets: tuple[int, ...], hints: tuple[int, ...]) 
     Values are garbage meanwhile: nothing may read them on the host, and no index may come from them.
     """
     longest = min(runner.shape.max_batch_tokens, runner.shape.blocks_per_row * runner.shape.kv.block_tokens)
+    depths = (False, True) if runner.routed is not None else (False,)
     with collected() as found:
         for rows in (longest, min(_PREFILL_ROWS, longest)):
             for precision in hints:
-                runner.forward(runner.staging.upload(prefill_plan((rows,))), precision)
-                _settle(runner)
-        for bucket, precision in captured_steps(buckets, runner.shape.nested, runner.device):
+                for routed in depths:
+                    runner.forward(runner.staging.upload(prefill_plan((rows,)), None, routed), precision, routed)
+                    _settle(runner)
+        for bucket, precision, routed in captured_steps(buckets, runner.shape.nested, runner.device, runner.routed is not None):
             with dependent_launch(bucket, runner.shape.nested, runner.device):
-                runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=bucket), precision)
+                runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), bucket, routed), precision, routed, captured=True)
             _settle(runner)
     return list(found)
 

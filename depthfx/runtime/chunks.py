@@ -1,0 +1,54 @@
+"""What one request contributes to a step: a token of its answer, or the next tokens of its prompt."""
+
+from __future__ import annotations
+
+from depthfx.records import Chunk
+from depthfx.runtime.request import Request
+
+
+def state_of(precision: bytes, routed: bool) -> bytes:
+    """What decides the KV of a row beside its token: precision and depth. KV is shared under equal states only (invariant 7)."""
+    return precision + b"routed" if routed else precision
+
+
+def decode_chunk(request: Request, row: int, step: int) -> Chunk:
+    """The next token of ``request``, sampled as row ``row`` of step ``step``; booked as planned."""
+    start, pending = request.num_planned, request.num_pending
+    chunk = Chunk(
+        request.request_id,
+        request.table_row,
+        start,
+        () if pending else (request.token_ids[start],),
+        request.sample_row if pending else -1,
+        True,
+        len(request.output_ids) + pending,
+        request.sampling,
+        None,
+        request.routed[1],
+        request.number,
+    )
+    request.num_planned = start + 1
+    request.num_pending = pending + 1
+    request.sample_row = row
+    request.last_step = step
+    return chunk
+
+
+def prefill_chunk(request: Request, budget: int, row: int, step: int) -> Chunk:
+    """Up to ``budget`` tokens of the prompt; the last of them, if it ends the prompt, is sampled as row ``row`` of step ``step``."""
+    start = request.num_planned
+    token_ids = tuple(request.token_ids[start : start + budget])
+    samples = start + len(token_ids) == len(request.token_ids)
+    wants_history = request.fresh and request.sampling.repetition_penalty != 1.0
+    request.num_planned = start + len(token_ids)
+    request.fresh = False
+    request.last_step = step
+    if samples:
+        request.prefilling = False
+        request.num_pending += 1
+        request.sample_row = row
+    history = tuple(request.token_ids) if wants_history else None
+    return Chunk(
+        request.request_id, request.table_row, start, token_ids, -1, samples, len(request.output_ids), request.sampling, history,
+        request.routed[0], request.number,
+    )  # fmt: skip
