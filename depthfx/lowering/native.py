@@ -174,11 +174,11 @@ def rotary_append(
     """Norm (optional), rotate and append in one pass: qkv [T, (Hq + 2 Hkv) * D], cos, sin [T, R], norms [D] -> q [T, Hq, D].
 
     Rotates the first R <= D features of q and k by halves; K and V go to their slots of the pool, unless the row's
-    position is -1. Arguments as in the op ``depthfx::rotary_append``.
+    position is -1. ``num_heads`` or ``num_kv_heads`` may be 0. Arguments as in the op ``depthfx::rotary_append``.
     """
     num_rows, rotary_dim = cos.shape
     block_stride, layer_stride, kv_heads, block_tokens = _pool(kv_pool, head_dim)
-    if qkv.shape != (num_rows, (num_heads + 2 * num_kv_heads) * head_dim) or kv_heads != num_kv_heads:
+    if qkv.shape != (num_rows, (num_heads + 2 * num_kv_heads) * head_dim) or num_kv_heads not in (0, kv_heads):
         raise ValueError(f"qkv {tuple(qkv.shape)} must be [{num_rows}, ({num_heads} + 2 x {kv_heads}) x {head_dim}] in the order q, k, v")
     if rotary_dim > head_dim or rotary_dim % 2 or sin.shape != cos.shape:
         raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be [T, R] with R even and at most {head_dim}")
@@ -189,7 +189,7 @@ def rotary_append(
             qkv.data_ptr(), qkv.stride()[0], cos.data_ptr(), cos.stride()[0], sin.data_ptr(), sin.stride()[0], rotary_dim,
             _address(q_norm), _address(k_norm), norm_eps, kv_pool.data_ptr(), block_stride, layer * layer_stride,
             *_paged(num_rows, positions, table_rows, block_tables),
-            out.data_ptr(), num_rows, num_heads, kv_heads, block_tokens, head_dim, torch.get_num_threads(),
+            out.data_ptr(), num_rows, num_heads, num_kv_heads, block_tokens, head_dim, torch.get_num_threads(),
         )  # fmt: skip
     return out
 

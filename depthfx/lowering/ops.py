@@ -111,7 +111,7 @@ def rotary_append(
     norm_eps: float, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, table_rows: torch.Tensor,
     block_tables: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Norm and rotate q and k of the joined projection, append K and V, return q [T, Hq, D]."""
+    """Norm and rotate q and k of the joined projection, append K and V, return q [T, Hq, D]; either half may be absent (0 heads)."""
     return ROTARY_APPEND(
         qkv, cos, sin, q_norm, k_norm, norm_eps, kv_pool, layer, positions, table_rows, block_tables,
         num_heads, num_kv_heads, head_dim,

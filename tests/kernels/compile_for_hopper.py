@@ -64,7 +64,12 @@ _LABELS = {
     ),
     "partition_rows": ("5rows-run0.5-forced0.2-padding0.2-bool", "1025rows-run0.5-forced0.1-padding0.1-bool"),
     "kv_append": ("17x3x64-block16-packed1", "7x3x80-block16-packed1-fp8"),
-    "rotary_append": ("3rows-9:3x64-rotary64-norms0", "3rows-4:2x96-rotary96-norms1-fp8"),
+    "rotary_append": (
+        "3rows-9:3x64-rotary64-norms0",
+        "17rows-0:1x128-rotary128-norms1",
+        "18rows-4:0x128-rotary128-norms1",
+        "3rows-4:2x96-rotary96-norms1-fp8",
+    ),
     "linear": ("1x72x576-bias1", "3x128x1024-bias0", "1x72x576-bias0-bound1", "3x128x1024-bias1-bound2"),
     "gated_linear": ("1x96x576-silu", "3x64x1024-gelu_tanh", "1x96x576-gelu-bound1", "3x64x1024-silu-bound3"),
     "dual_linear": (

@@ -67,6 +67,14 @@ def test_rows_of_the_wrong_width_are_named():
         KERNELS.get("rotary_append").reference(*args)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 2), (0, 0)])
+def test_heads_that_the_pool_has_not_are_named(heads, kv_heads):
+    args = list(KERNELS.get("rotary_append").cases[0].inputs(CPU, torch.float32, 0))
+    args[0], args[11:13] = args[0][:, : (heads + 2 * kv_heads) * 64], [heads, kv_heads]
+    with pytest.raises(ValueError, match=f"{heads} query heads and {kv_heads} KV heads do not fit a pool of 3"):
+        KERNELS.get("rotary_append").reference(*args)
+
+
 def test_unknown_activation_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match="'relu' is not known; allowed: silu"):
         KERNELS.get("gated_activation").reference(torch.zeros(1, 4), "relu")
