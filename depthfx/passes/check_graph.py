@@ -8,6 +8,7 @@ from torch import fx
 from depthfx.errors import GraphError
 from depthfx.lowering import ops
 from depthfx.passes.context import PassContext, value_of
+from depthfx.passes.match import is_append
 from depthfx.records import StepInputs
 
 
@@ -22,7 +23,7 @@ def check_graph(gm: fx.GraphModule, ctx: PassContext, after: str) -> None:
         if node.op in ("call_function", "call_method") and "example_value" not in node.meta:
             raise GraphError(f"after {after}: node {node.name} ({node.target}) carries no fake value")
     attends = [n for n in gm.graph.nodes if n.target is ops.PAGED_ATTENTION]
-    appends = [n for n in gm.graph.nodes if n.target in (ops.KV_APPEND, ops.ROTARY_APPEND)]
+    appends = [n for n in gm.graph.nodes if is_append(n)]
     if attends:
         _check_layers(after, ctx, appends, attends)
     output = next(n for n in gm.graph.nodes if n.op == "output")

@@ -52,28 +52,46 @@ def _fuse(gm: fx.GraphModule, ctx: PassContext, append: fx.Node, attend: fx.Node
     q_part, q_norm = _match_slice(query.x, ctx)
     k_part, k_norm = _match_slice(key.x, ctx)
     v_part, v_norm = _match_slice(_heads(v), ctx)
-    if q_part is None or k_part is None or v_part is None or v_norm is not None:
+    if q_part is None or k_part is None or v_part is None or v_norm is not None or not _neighbours(k_part, v_part):
         return False
-    if not (q_part.joined is k_part.joined is v_part.joined) or q_part.start != 0:
+    if v_part.stop != (shape_of(v_part.joined) or ())[-1]:
         return False
-    if q_part.stop != k_part.start or k_part.stop != v_part.start or v_part.stop != (shape_of(v_part.joined) or ())[-1]:
-        return False
-    if (q_norm is None) != (k_norm is None) or (q_norm and k_norm and q_norm.eps != k_norm.eps):
-        return False
-    _, num_heads, head_dim = (int(s) if i else 0 for i, s in enumerate(shape_of(attend.args[0]) or ()))
+    num_heads, head_dim = (int(s) for s in (shape_of(attend.args[0]) or ())[1:])
     num_kv_heads = int((shape_of(k) or ())[1])
-    norms = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else (None, None, 0.0)
-    with gm.graph.inserting_before(append):
-        cos, sin, joined = (rows(gm, ctx, x) for x in (query.cos, query.sin, q_part.joined))
-        q = call(
-            gm.graph, ctx, append, ops.ROTARY_APPEND, joined, cos, sin, *norms, pool, number, *tables, num_heads, num_kv_heads, head_dim
-        )
+    layer = (pool, number, *tables)
     before = (attend.args[0], k, v)
+    if _neighbours(q_part, k_part) and q_part.start == 0:
+        if (q_norm is None) != (k_norm is None) or (q_norm and k_norm and q_norm.eps != k_norm.eps):
+            return False
+        norms = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else (None, None, 0.0)
+        with gm.graph.inserting_before(append):
+            cos, sin, joined = (rows(gm, ctx, x) for x in (query.cos, query.sin, q_part.joined))
+            q = call(gm.graph, ctx, append, ops.ROTARY_APPEND, joined, cos, sin, *norms, *layer, num_heads, num_kv_heads, head_dim)
+    elif _is_whole(q_part) and k_part.start == 0:  # a routed layer: keys and values of all rows, queries of some
+        with gm.graph.inserting_before(append):
+            cos, sin, joined = (rows(gm, ctx, x) for x in (key.cos, key.sin, k_part.joined))
+            norms = (None, k_norm.weight, k_norm.eps) if k_norm else (None, None, 0.0)
+            call(gm.graph, ctx, append, ops.ROTARY_APPEND, joined, cos, sin, *norms, *layer, 0, num_kv_heads, head_dim)
+        with gm.graph.inserting_before(attend):
+            norms = (q_norm.weight, None, q_norm.eps) if q_norm else (None, None, 0.0)
+            packed = rows(gm, ctx, q_part.joined)
+            q = call(gm.graph, ctx, attend, ops.ROTARY_APPEND, packed, cos, sin, *norms, *layer, num_heads, 0, head_dim)
+    else:
+        return False
     attend.replace_input_with(attend.args[0], q)  # type: ignore[arg-type]
     gm.graph.erase_node(append)
     for node in before:
         erase_unused(node)
     return True
+
+
+def _neighbours(first: _Slice, second: _Slice) -> bool:
+    """Whether ``second`` begins where ``first`` ends, in the same tensor."""
+    return first.joined is second.joined and first.stop == second.start
+
+
+def _is_whole(part: _Slice) -> bool:
+    return part.start == 0 and part.stop == (shape_of(part.joined) or ())[-1]
 
 
 def _heads(node: Any) -> Any:
@@ -139,6 +157,9 @@ def _match_slice(node: Any, ctx: PassContext) -> tuple[_Slice | None, RmsNorm | 
     if not is_op(inner, "view", "reshape"):
         return None, None
     part = skip(inner, "view", "reshape")
+    if is_op(part, "linear"):
+        shape = shape_of(part) or ()
+        return (_Slice(part, 0, int(shape[-1])), norm) if len(shape) == 3 else (None, None)
     if not is_op(part, "getitem") or not isinstance(part.args[1], tuple) or len(part.args[1]) != 2 or part.args[1][0] is not Ellipsis:
         return None, None
     joined, pick = part.args[0], part.args[1][1]

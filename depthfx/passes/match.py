@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from depthfx.lowering import ops
 from depthfx.passes.context import value_of
 
 
@@ -50,3 +51,8 @@ def dtype_of(node: Any) -> torch.dtype | None:
     """Element type of a tensor node, None for anything else."""
     value = value_of(node) if isinstance(node, fx.Node) else None
     return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def is_append(node: fx.Node) -> bool:
+    """Whether ``node`` writes keys and values of a layer; ``rotary_append`` may also rotate queries alone."""
+    return node.target is ops.KV_APPEND or (node.target is ops.ROTARY_APPEND and node.args[-2] != 0)

@@ -17,6 +17,7 @@ from depthfx.errors import GraphError
 from depthfx.lowering import ops
 from depthfx.lowering.routed_layer import BodyInput, RoutedLayer
 from depthfx.passes.context import PassContext, call, value_of
+from depthfx.passes.match import is_append
 
 # Step inputs of attention that a cohort has of its own, beside those that are gathered.
 _OWN = ("positions", "num_decode_rows", "chunk_starts")
@@ -33,7 +34,7 @@ def outline_cohorts(gm: fx.GraphModule, ctx: PassContext, finish: Callable[[fx.G
     """Each ``select_rows`` becomes a :class:`RoutedLayer`; ``finish`` is called with each body as a graph module of its own."""
     inputs = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     merges = [n for n in gm.graph.nodes if n.target is ops.SELECT_ROWS]
-    appends = [n for n in gm.graph.nodes if n.target in (ops.KV_APPEND, ops.ROTARY_APPEND)]
+    appends = [n for n in gm.graph.nodes if is_append(n)]
     done: set[fx.Node] = set()  # what all rows need, up to the layer at hand
     for place, merge in enumerate(merges):
         run, spare, hidden, choice = merge.args
