@@ -240,9 +240,14 @@ def test_make_refuses_names_and_models():
         make_skipper(model(intermediate_size=None), projector="adapter")
 
 
-def test_a_real_config():
-    from transformers import Qwen3Config
+def test_a_real_config_and_model():
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
     skipper = make_skipper(Qwen3Config(num_hidden_layers=6, hidden_size=32, intermediate_size=64), "flexidepth", "adapter", gate="mlp")
     assert skipper.layers == (3, 4, 5) and skipper.policies[0].router_enc.weight.shape == (2, 32)
     assert skipper.policies[0].router_norm.eps == 1e-6
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 8}
+    small = LlamaForCausalLM(LlamaConfig(**sizes)).half()
+    skipper = make_skipper(small, "flexidepth", "adapter")
+    assert skipper.layers == (1,) and {p.dtype for p in skipper.parameters()} == {torch.float16}
+    validate(skipper, 32, 2, small.dtype, small.device)
