@@ -59,7 +59,7 @@ endif
 demo: $(if $(GPU),,$(STAMP))
 	PYTHONPATH=. $(if $(GPU),$(PYTHON),$(BIN)/python) -m depthfx demo $(DEMO_ARGS)
 
-gpu-test: GPU_JOBS ?= $(shell $(PYTHON) -c 'import xdist; print("-n 12")' 2>/dev/null)
+gpu-test: GPU_JOBS ?= $(shell $(PYTHON) -c 'import xdist; print("-n 12 --dist loadgroup")' 2>/dev/null)
 gpu-test:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m "not alone" $(GPU_JOBS) $(PYTEST_ARGS)
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu -m alone $(PYTEST_ARGS)

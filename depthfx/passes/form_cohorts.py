@@ -74,7 +74,7 @@ class _Layer:
             partition = call(graph, ctx, self.append, ops.PARTITION_ROWS, actions, *flags, self.place)
             choice = call(graph, ctx, self.append, operator.getitem, partition, 3)
             hidden, run = rows(self.gm, ctx, self.span.hidden_in), rows(self.gm, ctx, out)
-            spare = hidden if skip(skipped, "squeeze", "unsqueeze") is self.span.hidden_in else rows(self.gm, ctx, skipped)
+            spare = hidden if _bare(skipped) is _bare(self.span.hidden_in) else rows(self.gm, ctx, skipped)
             merge = call(graph, ctx, self.append, ops.SELECT_ROWS, run, spare, hidden, choice)
             result = batched(self.gm, ctx, merge)
         self.route.replace_all_uses_with(result)
@@ -115,7 +115,7 @@ class _Layer:
             else:
                 new = self._row_input(marker, str(name), before)
             if new is not None:
-                self.inside.add(new)
+                self.inside |= {new} if new.op != "placeholder" else set()
                 marker.replace_all_uses_with(new)
             graph.erase_node(marker)
             self.inside.discard(marker)
@@ -265,3 +265,8 @@ def _stream(node: fx.Node, start: fx.Node) -> list[tuple[fx.Node, fx.Node]] | No
             if path is not None:
                 return [*path, (node, added)]
     return None
+
+
+def _bare(node: fx.Node) -> object:
+    """``node`` without the batch dims that were put around it."""
+    return skip(node, "squeeze", "unsqueeze")

@@ -1,4 +1,4 @@
-"""Order of the GPU tests: long ones first; those that need the device for themselves not beside others."""
+"""Order of the GPU tests: long ones first; those that need the device for themselves not beside others; one process for each compiled family."""
 
 import os
 
@@ -8,9 +8,11 @@ LONG = ("test_elastic.py", "test_kv_offload.py", "test_weight_offload.py", "test
 
 
 def pytest_collection_modifyitems(items):
-    """Sorts by :data:`LONG` and skips ``alone`` where several processes share the device."""
+    """Sorts by :data:`LONG`, groups the engine's tests by family and skips ``alone`` where several processes share the device."""
     items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if item.path.name == name), len(LONG)))
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        for item in items:
-            if item.get_closest_marker("alone"):
-                item.add_marker(pytest.mark.skip(reason="needs the device for itself: run with -m alone in one process"))
+    for item in items:
+        if item.path.name == "test_engine.py":
+            family = item.callspec.params.get("name", "llama") if hasattr(item, "callspec") else "llama"
+            item.add_marker(pytest.mark.xdist_group(f"engine {family}"))
+        if "PYTEST_XDIST_WORKER" in os.environ and item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.skip(reason="needs the device for itself: run with -m alone in one process"))
