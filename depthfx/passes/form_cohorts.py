@@ -18,7 +18,7 @@ from torch import fx
 
 from depthfx.errors import SkipperError
 from depthfx.lowering import ops
-from depthfx.passes.context import LayerSpan, PassContext, batched, call, layer_key, rows, value_of
+from depthfx.passes.context import LayerSpan, PassContext, batched, call, layer_key, rows, shape_of, value_of
 from depthfx.passes.match import is_op, skip
 from depthfx.passes.route_markers import LAYER_INPUT, ROUTE, ROWS_OF
 
@@ -36,6 +36,7 @@ def form_cohorts(gm: fx.GraphModule, ctx: PassContext) -> None:
         layer = _Layer(gm, ctx, ctx.layers[index], inputs, place)
         partition, result = layer.form(partition)
         ctx.layers = [replace(s, hidden_in=result) if s.hidden_in is layer.route else s for s in ctx.layers]
+    _share_decisions(gm)
     names = {type(p).__name__ for p in ctx.skipper.policies}, {type(p).__name__ for p in ctx.skipper.projectors}
     ctx.report.add(
         "depth",
@@ -101,7 +102,7 @@ class _Layer:
         return found
 
     def _resolve_markers(self, before: fx.Node | None) -> None:
-        graph = self.gm.graph
+        graph, known = self.gm.graph, set(self.gm.graph.nodes)  # what is known is not the layer's to move, unless it is inside already
         for marker in [n for n in self.nodes if n.target in (ROWS_OF, LAYER_INPUT)]:
             name = marker.args[1]
             if not marker.users:
@@ -109,13 +110,13 @@ class _Layer:
             elif name == "normed":
                 normed = self._read_by(self.append.args[0])
                 with graph.inserting_before(marker):
-                    new = rows(self.gm, self.ctx, normed)
+                    new = self._rows(normed)
             elif name == "mlp":
                 new = self._mlp_input(marker)
             else:
                 new = self._row_input(marker, str(name), before)
             if new is not None:
-                self.inside |= {new} if new.op != "placeholder" else set()
+                self.inside |= {new} - known
                 marker.replace_all_uses_with(new)
             graph.erase_node(marker)
             self.inside.discard(marker)
@@ -141,8 +142,9 @@ class _Layer:
             if not isinstance(node, fx.Node) or node not in self.inside or node in seen:
                 continue
             seen.add(node)
-            if node.target is F.linear and isinstance(node.args[0], fx.Node):
-                return node.args[0]
+            factor = _factor(node)
+            if factor is not None:
+                return factor
             pending.extend(node.all_input_nodes)
         raise SkipperError(f"layer {self.span.path} ({self.span.class_name}): its keys come from no linear that a skipper could look at")
 
@@ -193,8 +195,8 @@ class _Layer:
         out = self.route.args[0]
         assert isinstance(out, fx.Node)
         _, start, branch = self._mlp(out)
-        linears = [n for n in branch if n.target is F.linear]
-        first = {n.args[0] for n in linears if not any(m in linears for m in self._needed([n]) & branch - {n})}
+        linears = [n for n in branch if _factor(n) is not None]
+        first = {_factor(n) for n in linears if not any(m in linears for m in self._needed([n]) & branch - {n})}
         if len(first) != 1:
             raise SkipperError(
                 f"layer {self.span.path} ({self.span.class_name}): its MLP reads {len(first)} tensors; this skipper needs one"
@@ -207,8 +209,11 @@ class _Layer:
             for node in [n for n in self.nodes if n in needed]:
                 copies[node] = self.gm.graph.node_copy(node, lambda n: copies.get(n, n))
                 self.inside.add(copies[node])
-            new = rows(self.gm, self.ctx, copies.get(read, read))
+            new = self._rows(copies.get(read, read))
         return new
+
+    def _rows(self, x: fx.Node) -> fx.Node:
+        return x if len(shape_of(x) or ()) == 2 else rows(self.gm, self.ctx, x)
 
     def _scale_mlp(self, out: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The MLP branch times the weight of each row; rows that have to RUN count as weight 1."""
@@ -253,6 +258,13 @@ def _key(node: fx.Node) -> tuple[str, str]:
     return path, str(index)
 
 
+def _factor(node: fx.Node) -> fx.Node | None:
+    """What a product with a weight reads, ``[1, T, in]`` or ``[T, in]``; None for any other node."""
+    place = {F.linear: 0, torch.addmm: 1}.get(node.target)  # type: ignore[call-overload]
+    factor = None if place is None else node.args[place]
+    return factor if isinstance(factor, fx.Node) else None
+
+
 def _stream(node: fx.Node, start: fx.Node) -> list[tuple[fx.Node, fx.Node]] | None:
     """``(addition, what is added)`` on the way from ``start`` to ``node`` through additions alone; None if there is none."""
     if node is start:
@@ -265,6 +277,17 @@ def _stream(node: fx.Node, start: fx.Node) -> list[tuple[fx.Node, fx.Node]] | No
             if path is not None:
                 return [*path, (node, added)]
     return None
+
+
+def _share_decisions(gm: fx.GraphModule) -> None:
+    """What policies of several layers compute alike, a hash of the request say, is computed in the first of them alone."""
+    known: dict[str, fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        if str(node.meta.get("group", "")).startswith("policy") and node.op in ("call_function", "call_method") and not node.is_impure():
+            first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                gm.graph.erase_node(node)
 
 
 def _bare(node: fx.Node) -> object:
