@@ -31,7 +31,7 @@ HALF_ROWS = gl.constexpr(64)  # queries of one group of warps
 
 @gluon.jit
 def _locate(item, positions_ptr, chunk_starts_ptr, tile_chunks_ptr, tile_starts_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr):
-    """``(first row, rows, first position)`` of a work item; rows is 0 where the tile is padding."""
+    """``(first row, rows, number of keys)`` of a work item; rows is 0 where the tile is padding."""
     tile = item // HEADS
     chunk = gl.load(tile_chunks_ptr + tile)
     known = gl.maximum(chunk, 0)
@@ -39,7 +39,8 @@ def _locate(item, positions_ptr, chunk_starts_ptr, tile_chunks_ptr, tile_starts_
     count = gl.minimum(gl.load(chunk_starts_ptr + known + 1) - first_row, ROWS)
     count = gl.where(chunk >= 0, gl.maximum(count, 0), 0)
     first_row = gl.where(count > 0, first_row, 0)
-    return first_row, count, gl.load(positions_ptr + first_row)
+    last_position = gl.load(positions_ptr + first_row + gl.maximum(count - 1, 0))
+    return first_row, count, gl.maximum(last_position, 0) + 1
 
 
 @gluon.jit
@@ -56,7 +57,7 @@ def _load_tiles(
     step = 0
     turn = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        first_row, count, position = _locate(item, positions_ptr, chunk_starts_ptr, tile_chunks_ptr, tile_starts_ptr, HEADS, 2 * HALF_ROWS)
+        first_row, count, num_keys = _locate(item, positions_ptr, chunk_starts_ptr, tile_chunks_ptr, tile_starts_ptr, HEADS, 2 * HALF_ROWS)
         if count > 0:
             head = item % HEADS
             buffer = turn % 2
@@ -70,10 +71,10 @@ def _load_tiles(
                     )  # fmt: skip
             turn += 1
             table = block_tables_ptr + gl.load(table_rows_ptr + first_row).to(gl.int64) * stride_table
-            num_blocks = (position + count + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+            num_blocks = (num_keys + BLOCK_TOKENS - 1) // BLOCK_TOKENS
             k_row = first_pool_row + head // (HEADS // KV_HEADS) * BLOCK_TOKENS
             v_row = k_row + KV_HEADS * BLOCK_TOKENS
-            tiles = (position + count + KEYS - 1) // KEYS
+            tiles = (num_keys + KEYS - 1) // KEYS
             for back in range(tiles):
                 first = (tiles - 1 - back) * BLOCKS
                 stage = step % DEPTH
@@ -168,14 +169,16 @@ def _compute(
     turn = 0
     m = gl.arange(0, HALF_ROWS, gl.SliceLayout(1, LAYOUT))
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        first_row, count, position = _locate(item, positions_ptr, chunk_starts_ptr, tile_chunks_ptr, tile_starts_ptr, HEADS, 2 * HALF_ROWS)
+        first_row, count, num_keys = _locate(item, positions_ptr, chunk_starts_ptr, tile_chunks_ptr, tile_starts_ptr, HEADS, 2 * HALF_ROWS)
         if count > 0:
-            num_keys = position + count
-            first_position = position + PART * HALF_ROWS
+            # positions rise, but rows between may be absent; a group without rows repeats the last one
+            of_rows = positions_ptr + first_row
+            first_position = gl.load(of_rows + gl.minimum(PART * HALF_ROWS, count - 1))
+            last_position = gl.load(of_rows + gl.minimum(PART * HALF_ROWS + HALF_ROWS - 1, count - 1))
+            rows = gl.load(of_rows + gl.minimum(PART * HALF_ROWS + m, count - 1))
             loaded = (num_keys + KEYS - 1) // KEYS
-            tiles = (gl.minimum(first_position + HALF_ROWS, num_keys) + KEYS - 1) // KEYS
+            tiles = gl.minimum((gl.maximum(last_position, 0) + KEYS) // KEYS, loaded)
             seen_by_all = gl.minimum((first_position + 1) // KEYS, tiles - 1)
-            rows = gl.minimum(first_position + m, num_keys - 1)
             for _ in range(tiles, loaded):  # tiles that only the other group's rows see
                 mbarrier.arrive(k_empty.index(step % DEPTH), count=1)
                 mbarrier.arrive(v_empty.index(step % DEPTH), count=1)

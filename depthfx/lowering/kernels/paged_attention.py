@@ -2,7 +2,9 @@
 
 Row t attends keys 0..positions[t] of its request (its own K and V are in the pool already): ``softmax(cap(scale * q k)) v``, with
 an optional window (keys j with position - j < window), soft cap ``c * tanh(s / c)`` and sinks (one more logit for each head in the
-denominator). Rows ``[0, num_decode_rows)`` go to the decode kernel; the rest are prefill chunks cut in tiles.
+denominator). Rows ``[0, num_decode_rows)`` go to the decode kernel; the rest are prefill chunks cut in tiles. Positions rise within a
+chunk, but they may have gaps: where rows were left out, the ``chunk_starts`` of those that are there suffice, since a tile that begins
+behind the end of its chunk has no row.
 q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D] of the dtype of q or of E4M3 (widened exactly when read), result [T, Hq, D]; padding rows
 come out as zeros.
 Example: 2 decode rows and one chunk of 130 rows: T = 132, chunk_starts = [2, 132], tile_chunks = [0, 0], tile_starts = [0, 128].
@@ -207,17 +209,19 @@ def fake(
 
 
 def step_inputs(
-    decode_positions: list[int], chunks: list[tuple[int, int]], padding_rows: int = 0
+    decode_positions: list[int], chunks: list[tuple[int, int]], padding_rows: int = 0, kept: list[list[int]] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(positions, table_rows, chunk_starts, tile_chunks, tile_starts)`` of a step with these decode rows and chunks.
 
     A chunk is (first position, rows); request s is decode row s, then the chunks follow. One padding tile ends the list.
+    ``kept`` names the rows of each chunk that are there, from 0 and rising; the tiles stay those of the whole chunks.
     """
     positions, table_rows = list(decode_positions), list(range(len(decode_positions)))
     starts, tiles = [len(positions)], []
     for index, (first, rows) in enumerate(chunks):
-        positions += range(first, first + rows)
-        table_rows += [len(decode_positions) + index] * rows
+        present = range(rows) if kept is None else kept[index]
+        positions += [first + row for row in present]
+        table_rows += [len(decode_positions) + index] * len(present)
         starts.append(len(positions))
         tiles += [(first + start, index, start) for start in range(0, rows, PREFILL_TILE_ROWS)]
     tiles = sorted(tiles, reverse=True) + [(0, -1, 0)]  # the longest first
@@ -234,12 +238,19 @@ _REASON = "online softmax sums in another order and rounds its weights to the mo
 def _case(
     label: str, heads: tuple[int, int], head_dim: int, decodes: list[int], chunks: list[tuple[int, int]], *,
     padding: int = 0, block_tokens: int = 16, window: int = 0, softcap: float = 0.0, sinks: bool = False, table_blocks: int = 0,
-    fp8: bool = False,
+    fp8: bool = False, shares: tuple[float, ...] | None = None,
 ) -> Case:  # fmt: skip
-    """``table_blocks``: width of the block table, which alone decides how many key ranges the decode kernel plans. ``fp8``: of the pool."""
+    """``table_blocks``: width of the block table, which alone decides how many key ranges the decode kernel plans. ``fp8``: of the pool.
+
+    ``shares``: how much of each chunk is there; the rows are drawn.
+    """
 
     def make(g: torch.Generator, dtype: torch.dtype) -> tuple:
-        positions, table_rows, starts, tile_chunks, tile_starts = step_inputs(decodes, chunks, padding)
+        kept = None
+        if shares is not None:
+            drawn = zip(shares, chunks, strict=True)
+            kept = [torch.randperm(rows, generator=g)[: round(share * rows)].sort().values.tolist() for share, (_, rows) in drawn]
+        positions, table_rows, starts, tile_chunks, tile_starts = step_inputs(decodes, chunks, padding, kept)
         lengths = [p + 1 for p in decodes] + [first + rows for first, rows in chunks]
         width = max(table_blocks, max(-(-n // block_tokens) for n in lengths))
         tables, num_blocks = paged_tables(g, len(lengths), width)
@@ -276,6 +287,25 @@ register_kernel(
             _case("prefill-window-softcap-sinks", (2, 2), 80, [], [(60, 150)], window=70, softcap=8.0, sinks=True),
             _case("prefill-small-window", (1, 1), 128, [], [(33, 140)], window=3, block_tokens=8),
             _case("mixed-4:2x96", (4, 2), 96, [40, -1, 3], [(20, 33), (0, 5)], padding=2),
+            _case("gathered-3:1x64", (3, 1), 64, [], [(0, 50)], padding=2, shares=(0.4,)),
+            _case("gathered-two-tiles", (2, 1), 64, [], [(100, 240)], shares=(0.6,)),
+            _case("gathered-few-of-many", (2, 2), 128, [], [(37, 400)], shares=(0.05,), block_tokens=32),
+            _case("gathered-one-none-all", (2, 1), 64, [9], [(5, 200), (0, 140), (30, 70)], padding=1, shares=(0.005, 0, 1)),
+            _case("gathered-none", (4, 2), 96, [7], [(0, 5)], padding=2, shares=(0,)),
+            _case(
+                "gathered-window-softcap-sinks",
+                (2, 2),
+                80,
+                [],
+                [(60, 300)],
+                window=70,
+                softcap=8.0,
+                sinks=True,
+                block_tokens=8,
+                shares=(0.5,),
+            ),
+            _case("gathered-small-window", (1, 1), 128, [3], [(33, 280)], window=3, block_tokens=8, shares=(0.2,)),
+            _case("fp8-gathered-4:2x128", (4, 2), 128, [40, -1, 3], [(20, 250), (0, 5)], padding=2, fp8=True, shares=(0.55, 0.6)),
             _case("fp8-decode-9:3x64-padding", (9, 3), 64, [0, 15, -1, 70], [], table_blocks=12, fp8=True),
             _case("fp8-decode-8:1x80-splits-window-sinks", (8, 1), 80, [200, 63], [], table_blocks=16, window=90, sinks=True, fp8=True),
             _case("fp8-prefill-two-tiles-from-the-middle", (2, 1), 64, [], [(100, 140), (0, 1)], fp8=True),

@@ -1,9 +1,10 @@
-"""Attention of prefill rows: tiles of consecutive queries against the paged context of their request.
+"""Attention of prefill rows: tiles of queries, in the order of their positions, against the paged context of their request.
 
 Row t with position p of head h: softmax over keys j in ``(p - window, p]`` of ``cap(scale * q[t, h] . k[j, h // G])``, times v;
 a sink adds one logit to the denominator. q [T, Hq, D], pool [blocks, L, 2, Hkv, B, D] of the dtype of q or of E4M3.
 Example: a chunk of 200 rows from position 300 on has two tiles, rows 0 to 127 and 128 to 199; the first visits keys 0 to
 300 without any mask and keys 301 to 427 with the causal mask.
+Positions of a chunk rise, none is -1; where rows were left out they have gaps, and a tile visits more keys.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def _prefill_attention_kernel(
             tile_mask = (m < count)[:, None] & (d < HEAD_DIM)[None, :]
             q = tl.load(q_ptr + tile_rows[:, None] * stride_qt + head * stride_qh + d[None, :], mask=tile_mask, other=0.0)
             position = tl.load(positions_ptr + first_row)
-            num_keys = position + count  # rows of a chunk are consecutive positions
-            rows = tl.minimum(position + m, num_keys - 1)
+            num_keys = tl.load(positions_ptr + first_row + count - 1) + 1  # positions rise, but rows between may be absent
+            rows = tl.load(positions_ptr + first_row + tl.minimum(m, count - 1))
             table = block_tables_ptr + tl.load(table_rows_ptr + first_row).to(tl.int64) * stride_table
             base = pool_ptr + layer.to(tl.int64) * stride_layer + (head // (HEADS // KV_HEADS)) * (BLOCK_TOKENS * HEAD_DIM)
             VALUE_OFFSET: tl.constexpr = KV_HEADS * BLOCK_TOKENS * HEAD_DIM
