@@ -1,4 +1,4 @@
-"""Copies residuals back in the background: one thread, one stream of copies, units one after another.
+"""Copies residuals back in the background: one thread in C, one stream of copies, units one after another.
 
 Order, which the caller and this file keep together. Both views of a unit are mapped once and for good, so nothing here can fault;
 what is left are races, and each has an event that prevents it:
@@ -7,78 +7,74 @@ what is left are races, and each has an event that prevents it:
   is planned but not launched counts: it is launched first, or never. The copies wait for the event on the device, not on the host.
 - A unit is restored only when the host has seen the event behind its last chunk; :meth:`RestoreWorker.poll` says so, and a step that
   is launched afterwards may read the residual. A write through one address may be read through another once it has completed.
-- A cancelled unit may still have chunks in the queue. :meth:`RestoreWorker.cancel` returns the event behind the last one, and the
+- A cancelled unit may still have chunks in the queue. :meth:`RestoreWorker.cancel` returns the end of the last one, and the
   stream that writes KV into the unit waits for it, on the device.
-- Tensors of queued copies are kept alive until the copies end, so a backend that is asked to unmap below them refuses.
+- Tensors of queued copies are kept alive until the copies end, so a backend that is asked to unmap below them refuses. They are let go
+  by the next call of any method, before it tells of the end.
 
 The queue holds at most ``max_in_flight`` chunks: that bounds what a cancelled unit still costs the link (32 chunks of 4 MiB: about
 2.6 ms). Half of them are issued at a time, so that the link has work while the thread comes back, and with one event for all. In between the
-thread sleeps in that event: the driver wakes it by an interrupt, and no poll takes the GIL from the serving thread. Locks guard the
-book-keeping alone and are never held over copies, waits for the device or hooks. Nothing may be submitted while a graph is being captured.
+thread sleeps in that event, and the driver wakes it by an interrupt. The thread is one of ``alloc/copier``: it has nothing to do with the
+interpreter, so it takes its lock from nobody, least of all from the thread that serves. Nothing may be submitted while a graph is captured.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
-import time
-import traceback
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from depthfx.alloc.copy_stream import CopyStream, Event, check_copy, copy_stream
-from depthfx.errors import DepthfxError, MemoryRequestError, MemoryStateError, RestoreError
+from depthfx.alloc.copier.copier_library import CLOSED, COPIED, DIED, Copier
+from depthfx.errors import HostMemoryError, MemoryRequestError, MemoryStateError, RestoreError
 
-# What a copy, an event or a hook may raise and a later unit may survive; anything else ends the thread, and every call says so.
-_FAULTS = (RuntimeError, ValueError, TypeError, OSError, MemoryError, DepthfxError)
+_MOST = 4096  # chunks in flight
+_SLICE_SECONDS = 0.1  # of waits without a bound: Ctrl-C is answered in between
+
+
+class CopyEvent:
+    """The end of copies under way, where a stream or the host can wait for it as for a ``torch.cuda.Event``."""
+
+    def __init__(self, copier: Copier, batch: int) -> None:
+        self.copier, self._batch = copier, batch
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """What is queued on ``stream`` from now on waits, on the device; raises :class:`RestoreError` if the driver refuses."""
+        if why := self.copier.stream_wait(self._batch, stream.cuda_stream):
+            raise RestoreError(f"a stream cannot wait for copies under way: {why}")
+
+    def query(self) -> bool:
+        """Whether the worker's thread has seen the copies end."""
+        return self.copier.wait_batch(self._batch, 0.0)
+
+    def synchronize(self) -> None:
+        """Waits until the worker's thread has seen the copies end."""
+        while not self.copier.wait_batch(self._batch, _SLICE_SECONDS):
+            pass
 
 
 @dataclass(eq=False)
 class _Job:
-    """One unit to copy. ``issued`` bytes were handed to the stream; ``event`` lies behind the last of them."""
+    """A unit to copy, or (None) a part of ``copy_all``; ``memory`` is what must live while its copies may be under way."""
 
-    unit: int
-    target: torch.Tensor | None
-    source: torch.Tensor | None
-    after: Event | None
-    num_bytes: int
-    issued: int = 0
-    event: Event | None = None
-    in_hand: bool = False  # the thread is handing bytes of it to the stream right now
-    cancelled: bool = False
-    error: BaseException | None = None
+    unit: int | None
+    number: int
+    memory: tuple[object, ...] | None
+    error: str | None = None
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Bytes [first, end) of a job; its tensors keep the memory alive as long as the copy may run."""
-
-    job: _Job
-    first: int
-    end: int
-    target: torch.Tensor
-    source: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Batch:
-    pieces: list[_Piece]
-    chunks: int
-    event: Event | None
-
-
-_alive: weakref.WeakSet[RestoreWorker] = weakref.WeakSet()
+_open: set[RestoreWorker] = set()  # until they are closed: the threads write to memory that only their workers keep
 
 
 @atexit.register
 def _end_workers() -> None:
-    """Before the interpreter ends: a daemon thread that is inside a call of PyTorch then would abort the process."""
-    for worker in list(_alive):
+    """Before the interpreter ends, and the memory with it."""
+    for worker in list(_open):
         with contextlib.suppress(RestoreError):
             worker.close(timeout=5.0)
 
@@ -86,132 +82,125 @@ def _end_workers() -> None:
 class RestoreWorker:
     """See the module's text. Calls may come from any thread; one unit has one job at a time."""
 
-    def __init__(
-        self,
-        device: torch.device | str,
-        chunk_bytes: int = 4 << 20,
-        max_in_flight: int = 32,
-        delay: Callable[[str], None] | None = None,
-        stream: CopyStream | None = None,
-    ) -> None:
-        """``device`` is that of all targets. ``delay`` is called in the thread at "before chunk", "after chunk" and "before done" (for
-        tests; on CUDA once for all chunks issued together), ``stream`` replaces the device's own. Raises :class:`MemoryRequestError`."""
-        if chunk_bytes < 1 or max_in_flight < 1:
-            raise MemoryRequestError(f"chunks of {chunk_bytes} bytes, {max_in_flight} in flight: not allowed; both must be at least 1")
+    def __init__(self, device: torch.device | str, chunk_bytes: int = 4 << 20, max_in_flight: int = 32, driver: str | None = None) -> None:
+        """``device`` is that of all targets. ``driver`` replaces CUDA's driver library; for tests, with targets on the host.
+
+        Raises :class:`MemoryRequestError`, or :class:`BackendUnavailableError` where the thread cannot be built or started.
+        """
+        if chunk_bytes < 1 or not 1 <= max_in_flight <= _MOST:
+            raise MemoryRequestError(
+                f"chunks of {chunk_bytes} bytes, {max_in_flight} in flight: not allowed; both must be at least 1, and at most {_MOST} in flight"
+            )
         self.device = torch.device(device)
-        self.chunk_bytes = chunk_bytes
-        self._stream = copy_stream(self.device) if stream is None else stream
-        self._most = max_in_flight if self._stream.queues else 1
-        self._delay = delay or (lambda where: None)
-        self._changed = threading.Condition()
-        self._jobs: dict[int, _Job] = {}  # by unit, until polled or cancelled; a failed one stays for its event
-        self._queue: deque[_Job] = deque()  # jobs with bytes that are not issued
-        self._flying: deque[_Batch] = deque()
+        self.chunk_bytes = chunk_bytes  # of what is submitted from now on
+        self._queues = self.device.type == "cuda" or driver is not None
+        ordinal = -1
+        if self._queues:
+            ordinal = self.device.index or 0
+            if self.device.type == "cuda" and self.device.index is None:
+                ordinal = torch.cuda.current_device()
+        self.copier = Copier(ordinal, max_in_flight if self._queues else 1, driver)
+        self._lock = threading.Lock()  # over what follows; never held over a wait
+        self._numbers = itertools.count(1)
+        self._under_way: dict[int, _Job] = {}  # by number, until no byte can be under way
+        self._jobs: dict[int, _Job] = {}  # by unit, until polled or cancelled
         self._done: list[_Job] = []
         self._failed: deque[_Job] = deque()  # not told yet
-        self._issuing = False
-        self._closing = False
-        self._died: BaseException | None = None
-        self._busy_since: float | None = None
-        self._seconds = 0.0
-        self.copied_bytes = 0
-        self._thread = threading.Thread(target=self._work, name="depthfx-restore", daemon=True)
-        self._thread.start()
-        _alive.add(self)
+        _open.add(self)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes whose copies have ended, those of cancelled units included; none of a unit once it failed."""
+        return self.copier.copied_bytes
 
     @property
     def seconds_busy(self) -> float:
         """Seconds in which there was something to copy, waiting for ``after`` included; with ``copied_bytes`` the rate of the link."""
-        with self._changed:
-            return self._seconds + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
+        return self.copier.seconds_busy
 
-    def submit(self, unit: int, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> None:
+    def submit(self, unit: int, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event | CopyEvent | None) -> None:
         """Copies ``source`` (host, pinned for CUDA) to ``target``, both uint8 ``[bytes]``, behind all units submitted before.
 
-        The first chunk waits for ``after``. Raises :class:`MemoryRequestError` for tensors that do not fit each other,
-        :class:`MemoryStateError` for a unit that is under way, or a closed worker, :class:`RestoreError` if the thread died.
+        The first chunk waits for ``after``, which is None on a CPU. Raises :class:`MemoryRequestError` for tensors that do not fit each
+        other, :class:`MemoryStateError` for a unit that is under way, or a closed worker, :class:`RestoreError` if the thread died.
         """
         check_copy(target, source, self.device)
-        with self._changed:
+        with self._lock:
+            self._collect()
             self._check_alive()
             if (known := self._jobs.get(unit)) is not None:
                 if known.error is None:
                     raise MemoryStateError(f"unit {unit} is being restored already; poll until it is reported, or cancel it first")
                 self._forget(known)
-            job = _Job(unit, target, source, after, target.numel())
-            self._jobs[unit] = job
-            self._queue.append(job)
-            self._start_clock()
-            self._changed.notify_all()
+            self._jobs[unit] = self._hand_over(unit, target, source, self.chunk_bytes, after)
 
-    def cancel(self, unit: int) -> Event | None:
+    def cancel(self, unit: int) -> CopyEvent | None:
         """Takes a unit back whose restore is waiting, running, done or failed, but not yet polled: nothing more is issued for it.
 
-        Returns the event behind its last chunk, for which the stream that overwrites the unit must wait; None if no chunk was issued, or on a
-        CPU. Waits for nothing on the device; if the thread is handing chunks over right now, for the end of that (on a CPU: of one chunk).
+        Returns the end of its last chunk, for which the stream that overwrites the unit must wait; None if no chunk is under way, as
+        always on a CPU. Waits for nothing on the device, but until the chunk that is being handed over (on a CPU: copied) is.
         Raises :class:`MemoryStateError` for a unit that is not under way.
         """
-        with self._changed:
+        with self._lock:
+            self._collect()
             job = self._jobs.get(unit)
             if job is None:
                 raise MemoryStateError(f"unit {unit} is not being restored, so there is nothing to cancel")
             self._forget(job)
-            while job.in_hand:
-                self._changed.wait()
-            self._stop_clock()
-            return job.event
+        batch = self.copier.cancel(job.number)
+        return CopyEvent(self.copier, batch) if batch else None
 
     def poll(self) -> list[int]:
         """Units whose bytes are all there, in the order in which they ended; each is told once.
 
-        Raises :class:`RestoreError`, once for each unit that failed, with its cause; that unit is not restored. Submit it again or cancel it.
+        Raises :class:`RestoreError`, once for each unit that failed, with the cause; that unit is not restored. Submit it again or cancel it.
         """
-        with self._changed:
+        with self._lock:
+            self._collect()
             if self._failed:
                 job = self._failed.popleft()
-                raise RestoreError(f"unit {job.unit} was not copied back: {type(job.error).__name__}: {job.error}", job.unit) from job.error
+                raise RestoreError(f"unit {job.unit} was not copied back: {job.error}", job.unit)
             done, self._done = self._done, []
-            for job in done:
-                del self._jobs[job.unit]
-            return [job.unit for job in done]
+            units = [job.unit for job in done if job.unit is not None]
+            for unit in units:
+                del self._jobs[unit]
+            return units
 
     def idle(self) -> bool:
         """Whether no unit waits or is being copied; finished ones may still wait for :meth:`poll`."""
-        with self._changed:
-            return self._is_idle()
+        return self.wait_idle(0.0)
 
     def wait_idle(self, timeout: float) -> bool:
         """Waits up to ``timeout`` seconds until :meth:`idle`, or until the thread died; returns :meth:`idle`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_idle() or self._died is not None, timeout)
-            return self._is_idle()
+        idle = self.copier.wait_idle(timeout)
+        with self._lock:
+            self._collect()
+        return idle
 
-    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Event | None = None) -> Event | None:
-        """For start-up: one transfer for each pair (uint8 ``[bytes]``), all queued at once; on a CPU they are done on return.
+    def copy_all(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: torch.cuda.Event | CopyEvent | None = None
+    ) -> None:
+        """For start-up: one transfer for each pair (uint8 ``[bytes]``), all done on return; :meth:`poll` tells nothing of them.
 
-        Returns the event behind the last one, None on a CPU. Nothing can be cancelled, and :meth:`poll` tells nothing. Raises as
-        :meth:`submit` does, and :class:`MemoryStateError` while units are under way.
+        Raises as :meth:`submit` does, :class:`MemoryStateError` while units are under way, :class:`RestoreError` if a transfer fails.
         """
         if len(targets) != len(sources):
             raise MemoryRequestError(f"{len(targets)} targets and {len(sources)} sources do not pair; give as many of each")
         for target, source in zip(targets, sources):
             check_copy(target, source, self.device)
-        with self._changed:
+        with self._lock:
             self._check_alive()
-            if not self._is_idle():
+            if not self.copier.is_idle:
                 raise MemoryStateError("copy_all while units are being restored is not allowed; wait until the worker is idle")
-        if after is not None:
-            self._stream.wait(after)
-        for target, source in zip(targets, sources):
-            self._stream.copy(target, source, target.numel())
-        event = self._stream.record()
-        unnamed = _Job(-1, None, None, None, 0, cancelled=True)  # so that the thread keeps the tensors until the event, and tells nobody
-        pieces = [_Piece(unnamed, 0, target.numel(), target, source) for target, source in zip(targets, sources)]
-        with self._changed:
-            self._start_clock()
-            self._flying.append(_Batch(pieces, self._most, event))
-            self._changed.notify_all()
-        return event
+            jobs = [
+                self._hand_over(None, target, source, target.numel(), None if index else after)
+                for index, (target, source) in enumerate(zip(targets, sources))
+            ]
+        while any(job.memory is not None for job in jobs):
+            self.wait_idle(_SLICE_SECONDS)
+        for job in jobs:
+            if job.error is not None:
+                raise RestoreError(f"residuals were not copied to the device: {job.error}")
 
     def close(self, timeout: float = 10.0) -> None:
         """Ends the thread: nothing more is issued, what is queued on the device ends, units that are not done are forgotten.
@@ -219,182 +208,83 @@ class RestoreWorker:
         Raises :class:`RestoreError` if that takes longer than ``timeout`` seconds: the device does not come back, and the memory must
         not be freed. May be called again.
         """
-        with self._changed:
-            self._closing = True
-            self._queue.clear()
-            self._changed.notify_all()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self.copier.close(timeout):
             raise RestoreError(f"the copies under way did not end within {timeout} s; the device may hang, keep its memory mapped")
-        with self._changed:
-            for job in self._jobs.values():
-                job.target = job.source = None
+        with self._lock:
+            self._collect()
             self._jobs.clear()
+            self._under_way.clear()  # a forked process is told of nothing
             self._done.clear()
-            self._stop_clock()
+            self._failed.clear()
+        _open.discard(self)
 
-    # The thread.
+    # The caller holds the lock.
 
-    def _work(self) -> None:
-        try:
-            with torch.inference_mode():  # targets may be inference tensors, which only this mode may write
-                while self._turn():
-                    pass
-        except BaseException as error:
-            with self._changed:
-                self._died = error
-                for job in self._jobs.values():
-                    if job not in self._done:
-                        self._fail(job, error)
-                self._queue.clear()
-                self._changed.notify_all()
-            traceback.clear_frames(error.__traceback__)  # which keep tensors alive
-            raise
+    def _hand_over(
+        self, unit: int | None, target: torch.Tensor, source: torch.Tensor, chunk: int, after: torch.cuda.Event | CopyEvent | None
+    ) -> _Job:
+        job = _Job(unit, next(self._numbers), (target, source, after))
+        event = self._event_of(after)
+        self._under_way[job.number] = job
+        refused = self.copier.submit(job.number, target.data_ptr(), source.data_ptr(), target.numel(), chunk, event)
+        if refused:
+            del self._under_way[job.number]
+            if refused in (DIED, CLOSED):
+                self._check_alive()
+                raise MemoryStateError("this restore worker is closed; make a new one")
+            raise HostMemoryError("the host has no memory for another job of the restore worker; restore fewer units at a time")
+        return job
 
-    def _turn(self) -> bool:
-        """Issues chunks where there is room, else waits for the oldest batch, else for work; False at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._flying or self._closing)
-            room = self._most - sum(batch.chunks for batch in self._flying)
-            issue = bool(self._queue) and room >= (self._most + 1) // 2
-            if not issue and not self._flying:
-                return False
-        if issue:
-            self._issue()
-        else:
-            self._land()
-        return True
+    def _event_of(self, after: torch.cuda.Event | CopyEvent | None) -> int:
+        """The driver's handle; 0: nothing to wait for, as for copies before on the same stream."""
+        if after is None or (isinstance(after, CopyEvent) and after.copier is self.copier):
+            return 0
+        if not self._queues or isinstance(after, CopyEvent):
+            raise MemoryRequestError(
+                f"after={after!r} is not allowed; give a torch.cuda.Event on CUDA or an event of this worker, and None on a CPU"
+            )
+        return after.cuda_event or 0
 
-    def _issue(self) -> None:
-        """Hands the next chunks of the waiting jobs, half of the queue's room, to the stream."""
-        try:
-            self._delay("before chunk")
-        except _FAULTS as error:
-            with self._changed:
-                if self._queue:
-                    self._fail(self._queue[0], error)
-            return
-        with self._changed:
-            pieces, chunks = self._gather((self._most + 1) // 2)
-        if not pieces:
-            return  # cancelled meanwhile
-        event: Event | None = None
-        faults: dict[_Job, BaseException] = {}
-        try:
-            for piece in pieces:
-                try:
-                    self._hand_over(piece)
-                except _FAULTS as error:
-                    faults[piece.job] = error
-            try:
-                event = self._stream.record()
-            except _FAULTS as error:
-                faults = {piece.job: error for piece in pieces}
-        finally:
-            with self._changed:
-                self._issuing = False
-                self._flying.append(_Batch(pieces, chunks, event))
-                for piece in pieces:
-                    piece.job.event, piece.job.in_hand = event, False
-                for job, fault in faults.items():
-                    self._fail(job, fault)
-                self._changed.notify_all()
-        self._call_hook("after chunk", pieces[0].job)
-
-    def _gather(self, most: int) -> tuple[list[_Piece], int]:
-        """Pieces of at most ``most`` chunks from the front of the queue; a job that is issued whole leaves it."""
-        pieces, chunks = [], 0
-        while self._queue and chunks < most:
-            job = self._queue[0]
-            assert job.target is not None and job.source is not None
-            first, end = job.issued, min(job.issued + (most - chunks) * self.chunk_bytes, job.num_bytes)
-            pieces.append(_Piece(job, first, end, job.target, job.source))
-            chunks += -(-(end - first) // self.chunk_bytes)
-            job.issued, job.in_hand = end, True
-            if end == job.num_bytes:
-                self._queue.popleft()
-        self._issuing = bool(pieces)
-        return pieces, chunks
-
-    def _hand_over(self, piece: _Piece) -> None:
-        if piece.first == 0 and piece.job.after is not None:
-            self._stream.wait(piece.job.after)
-        self._stream.copy(piece.target[piece.first : piece.end], piece.source[piece.first : piece.end], self.chunk_bytes)
-
-    def _land(self) -> None:
-        """Waits for the oldest batch, books what it finished, and lets go of its tensors before anyone hears of it."""
-        batch = self._flying[0]
-        self._book(batch)
-        batch.pieces.clear()
-        with self._changed:
-            self._flying.popleft()
-            self._stop_clock()
-            self._changed.notify_all()
-
-    def _book(self, batch: _Batch) -> None:
-        fault: BaseException | None = None
-        try:
-            if batch.event is not None:
-                batch.event.synchronize()
-        except _FAULTS as error:
-            fault = error
-        finished = []
-        with self._changed:
-            for piece in batch.pieces:
-                if fault is not None:
-                    self._fail(piece.job, fault)
-                elif piece.job.error is None:
-                    self.copied_bytes += piece.end - piece.first
-                    if piece.end == piece.job.num_bytes:
-                        finished.append(piece.job)
-        for job in finished:
-            self._call_hook("before done", job)
-            with self._changed:
-                if not job.cancelled and job.error is None:
-                    job.target = job.source = None
-                    self._done.append(job)
-
-    def _call_hook(self, where: str, job: _Job) -> None:
-        try:
-            self._delay(where)
-        except _FAULTS as error:
-            with self._changed:
-                self._fail(job, error)
-
-    # Book-keeping; the caller holds the lock.
-
-    def _fail(self, job: _Job, error: BaseException) -> None:
-        """Without the traceback, whose frames would keep tensors alive as long as somebody keeps the error."""
-        if job.cancelled or job.error is not None or job in self._done:
-            return
-        job.error = error.with_traceback(None)
-        job.target = job.source = None
-        if job in self._queue:
-            self._queue.remove(job)
-        self._failed.append(job)
+    def _collect(self) -> None:
+        """Books what has ended, and lets go of its tensors before anyone hears of it."""
+        while (told := self.copier.take()) is not None:
+            number, state, why = told
+            job = self._under_way.pop(number)
+            job.memory = None
+            if job.unit is None:
+                job.error = None if state == COPIED else why or "the worker was closed"
+            elif self._jobs.get(job.unit) is not job:
+                continue
+            elif state == COPIED:
+                self._done.append(job)
+            elif why:
+                job.error = why
+                self._failed.append(job)
 
     def _forget(self, job: _Job) -> None:
-        job.cancelled = True
-        job.target = job.source = None
+        assert job.unit is not None
         del self._jobs[job.unit]
-        for waiting in (self._queue, self._failed, self._done):
+        for waiting in (self._failed, self._done):
             if job in waiting:
                 waiting.remove(job)
 
-    def _is_idle(self) -> bool:
-        return not (self._queue or self._issuing or self._flying)
-
-    def _start_clock(self) -> None:
-        if self._busy_since is None:
-            self._busy_since = time.monotonic()
-
-    def _stop_clock(self) -> None:
-        if self._busy_since is not None and self._is_idle():
-            self._seconds += time.monotonic() - self._busy_since
-            self._busy_since = None
-
     def _check_alive(self) -> None:
-        if self._died is not None:
-            raise RestoreError(f"the restore worker ended by {type(self._died).__name__}: {self._died}; make a new one") from self._died
-        if self._closing:
-            raise MemoryStateError("this restore worker is closed; make a new one")
+        if (why := self.copier.died) is not None:
+            raise RestoreError(f"the restore worker ended: {why}; make a new one")
+
+
+def check_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
+    """Raises :class:`MemoryRequestError` unless both are uint8 ``[bytes]`` of one size, the target on ``device``, the source pinned for CUDA."""
+    for name, tensor in (("target", target), ("source", source)):
+        if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.numel():
+            raise MemoryRequestError(
+                f"a {name} of {tensor.dtype} and shape {list(tensor.shape)} is not allowed; give contiguous uint8 bytes in one dimension"
+            )
+    if target.numel() != source.numel():
+        raise MemoryRequestError(f"a source of {source.numel()} bytes does not fill a target of {target.numel()}; give as many bytes")
+    if target.device.type != device.type or device.index not in (None, target.device.index):
+        raise MemoryRequestError(f"a target on {target.device} is not allowed; this worker copies to {device}")
+    if source.device.type != "cpu":
+        raise MemoryRequestError(f"a source on {source.device} is not allowed; give the host's copy")
+    if target.device.type == "cuda" and not source.is_pinned():
+        raise MemoryRequestError("a source in unpinned memory would be copied by the host, step by step; take the host copy with pin=True")

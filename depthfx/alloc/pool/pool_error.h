@@ -4,7 +4,7 @@
 
 #include <stdarg.h>
 
-#include "cuda_driver.h"
+#include "pool_driver.h"
 
 enum { OK, BAD_REQUEST, BAD_STATE, OVER_CAPACITY, OUT_OF_MEMORY, DRIVER_FAILED, UNAVAILABLE };
 

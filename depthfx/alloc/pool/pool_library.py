@@ -28,7 +28,10 @@ MALLOC, FREE = "depthfx_pool_malloc", "depthfx_pool_free"
 STATES = ("hole", "cached", "live", "pending", "lost")
 
 _FOLDER = Path(__file__).parent
-_SOURCES = [_FOLDER / name for name in ("pool_allocator.c", "pool_device.h", "pool_error.h", "cuda_driver.h", "segment_ledger.h")]
+_SOURCES = [
+    *(_FOLDER / name for name in ("pool_allocator.c", "pool_device.h", "pool_error.h", "pool_driver.h", "segment_ledger.h")),
+    _FOLDER.parent / "cuda_driver.h",
+]
 _FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
 _LINK = ("-lpthread", "-ldl")
 _PURPOSE = "the memory pool"
