@@ -251,6 +251,7 @@ class ElasticControl:
             torch.cuda.synchronize(self._device)  # what it has queued comes to its end
         old = self.shared.resources.worker
         self._counted = self._counted[0] - old.copied_bytes, self._counted[1] - old.seconds_busy
+        old.close()
         self.shared.resources.worker = RestoreWorker(self._device)
 
     def _stop_copy(self, unit: int) -> None:
@@ -260,7 +261,7 @@ class ElasticControl:
         except MemoryStateError:
             return  # it was never handed over, or the worker has ended
         if event is not None and self._stream is not None:
-            self._stream.wait_event(event)
+            event.wait(self._stream)
 
     def collect(self) -> None:
         """Books what the worker has copied back; its failures are warned of and tried again after a while."""

@@ -183,10 +183,7 @@ def _fill(memory: UnifiedMemory, worker: RestoreWorker, backup: HostBackup) -> N
     """The residual bytes from the host to their home."""
     layout, home = memory.layout, memory.home_bytes_tensor()
     units = range(layout.num_units)
-    copied = worker.copy_all([home[slice(*layout.pieces_of(unit))] for unit in units], [backup.unit(unit) for unit in units])
-    if copied is not None:
-        copied.synchronize()
-    worker.wait_idle(10.0)  # until it has booked them, so that they do not count as restored later
+    worker.copy_all([home[slice(*layout.pieces_of(unit))] for unit in units], [backup.unit(unit) for unit in units])
 
 
 def _forget_locals(_: object, error: BaseException | None, __: object) -> None:

@@ -1,77 +1,155 @@
-"""A device's copy stream on a CPU: calls return at once, a second thread runs them in order, events end when it comes by."""
+"""A device with streams on a CPU: ``fake_streams.c`` as a driver library, its streams and events as tests use them."""
 
 from __future__ import annotations
 
-import queue
-import threading
+import ctypes
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 
-from depthfx.alloc.copy_stream import CopyStream
+import torch
+
+_P, _Z, _I, _L = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_long
+_SIGNATURES = {
+    "gate": ([_I], None),
+    "delay": ([ctypes.c_uint64, ctypes.c_uint], None),
+    "catch": ([_L], None),
+    "caught": ([], _I),
+    "fail": ([ctypes.c_char_p, _L, _I], None),
+    "count": ([ctypes.c_char_p], _L),
+    "violations": ([], _L),
+    "most_bytes": ([], _Z),
+    "left": ([], _I),
+    "log_size": ([], _L),
+    "log_kind": ([_L], _L),
+    "log_bytes": ([_L], _L),
+    "stream": ([_I], _P),
+    "event": ([], _P),
+    "fill": ([_P, _P, _Z, _I], None),
+    "check": ([_P, _P, _Z, _I], None),
+    "block": ([_P], None),
+    "unblock": ([_P], None),
+    "record": ([_P, _P], None),
+    "ended": ([_P], _I),
+    "synchronize": ([_P], None),
+}
+_KINDS = ("copy", "wait", "record")
+_copies = itertools.count()
+
+
+@functools.cache
+def _built() -> tuple[tempfile.TemporaryDirectory, Path]:
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name) / "libstreams.so"
+    source = Path(__file__).with_name("fake_streams.c")
+    subprocess.run(["cc", "-O2", "-std=gnu11", "-fPIC", "-shared", str(source), "-o", str(path), "-lpthread"], check=True)
+    return folder, path
 
 
 class FakeEvent:
-    """What a CUDA event does: ends once; ``fail`` makes waiting for it raise, as a broken device does."""
+    """What a ``torch.cuda.Event`` shows of itself."""
 
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self.fail: Exception | None = None
-
-    def end(self) -> None:
-        self._ended.set()
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.cuda_event = device.call["event"]()
 
     def query(self) -> bool:
-        return self._ended.is_set()
-
-    def synchronize(self) -> None:
-        assert self._ended.wait(30), "the fake device did not come by"
-        if self.fail is not None:
-            raise self.fail
+        return bool(self._device.call["ended"](self.cuda_event))
 
 
-class FakeStream(CopyStream):
-    """``log`` has what was queued; the device runs nothing while ``gate`` is clear; ``most`` is the most bytes ever queued at a time."""
+class FakeStream:
+    """A stream of the tests, for the steps; ``cuda_stream`` is 0 for the default stream, as in PyTorch."""
 
-    queues = True
+    def __init__(self, device: FakeDevice, is_default: bool) -> None:
+        self._device, self._handle = device, device.call["stream"](is_default)
+        self.cuda_stream = 0 if is_default else self._handle
 
-    def __init__(self) -> None:
-        self.log: list[tuple] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.most = self._queued = 0
-        self._lock = threading.Lock()
-        self._tasks: queue.Queue = queue.Queue()
-        self._device = threading.Thread(target=self._run, daemon=True)
-        self._device.start()
+    def fill(self, target: torch.Tensor, value: int) -> None:
+        self._device.call["fill"](self._handle, target.data_ptr(), target.numel(), value)
 
-    def wait(self, after):
-        self.log.append(("wait", after))
-        self._tasks.put(after.synchronize)
+    def check(self, target: torch.Tensor, value: int) -> None:
+        """When the stream comes to it, all bytes must be ``value``, or a violation is counted."""
+        self._device.call["check"](self._handle, target.data_ptr(), target.numel(), value)
 
-    def copy(self, target, source, chunk_bytes):
-        self.log.append(("copy", target.numel(), chunk_bytes))
-        with self._lock:
-            self._queued += target.numel()
-            self.most = max(self.most, self._queued)
+    def block(self) -> None:
+        """Stops the stream here, until :meth:`unblock`."""
+        self._device.call["block"](self._handle)
 
-        def run() -> None:
-            for to, data in zip(target.split(chunk_bytes), source.split(chunk_bytes)):
-                self.gate.wait(30)
-                to.copy_(data)
-            with self._lock:
-                self._queued -= target.numel()
+    def unblock(self) -> None:
+        self._device.call["unblock"](self._handle)
 
-        self._tasks.put(run)
-
-    def record(self):
-        event = FakeEvent()
-        self.log.append(("record", event))
-        self._tasks.put(lambda: (self.gate.wait(30), event.end()))
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self._device)
+        self._device.call["record"](self._handle, event.cuda_event)
         return event
 
-    def stop(self) -> None:
-        self.gate.set()
-        self._tasks.put(None)
-        self._device.join(30)
+    def wait_event(self, event) -> None:
+        event.wait(self)
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
+    def synchronize(self) -> None:
+        self._device.call["synchronize"](self._handle)
+
+
+class FakeDevice:
+    """One loaded copy of the driver; :attr:`path` is what a worker takes as ``driver``."""
+
+    def __init__(self) -> None:
+        folder, built = _built()
+        self.path = str(Path(folder.name) / f"libstreams-{os.getpid()}-{next(_copies)}.so")
+        shutil.copyfile(built, self.path)
+        library = ctypes.CDLL(self.path)
+        self.call = {}
+        for name, (arguments, result) in _SIGNATURES.items():
+            self.call[name] = getattr(library, f"fake_{name}")
+            self.call[name].argtypes, self.call[name].restype = arguments, result
+
+    def stream(self, is_default: bool = False) -> FakeStream:
+        return FakeStream(self, is_default)
+
+    def open_gate(self) -> None:
+        self.call["gate"](1)
+
+    def close_gate(self) -> None:
+        """Copies stay where they are in the queue."""
+        self.call["gate"](0)
+
+    def delay(self, seed: int, most_us: int) -> None:
+        """Everything on the device takes a random time more."""
+        self.call["delay"](seed, most_us)
+
+    def fail(self, name: str, nth: int = 1, code: int = 700) -> None:
+        """The ``nth`` call of a driver function from now on fails, once."""
+        self.call["fail"](name.encode(), nth, code)
+
+    def catch(self, nth: int) -> None:
+        """The ``nth`` copy from now on does not return to the host before this is called again with 0."""
+        self.call["catch"](nth)
+
+    @property
+    def caught(self) -> bool:
+        return bool(self.call["caught"]())
+
+    def calls(self, name: str) -> int:
+        return self.call["count"](name.encode())
+
+    @property
+    def violations(self) -> int:
+        return self.call["violations"]()
+
+    @property
+    def most(self) -> int:
+        """The most bytes of copies that were ever queued at a time."""
+        return self.call["most_bytes"]()
+
+    @property
+    def left(self) -> int:
+        """Contexts, streams and events that were not given back."""
+        return self.call["left"]()
+
+    def log(self) -> list[tuple[str, int]]:
+        """What was queued on the worker's streams: kinds and bytes."""
+        return [(_KINDS[self.call["log_kind"](i)], self.call["log_bytes"](i)) for i in range(self.call["log_size"]())]

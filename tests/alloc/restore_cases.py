@@ -1,15 +1,14 @@
-"""What the suites of the restore worker share: contents, a hook that stops the thread, workers that are closed at the end."""
+"""What the suites of the restore worker share: contents, workers on the host and over a fake device, all closed at the end."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from depthfx.alloc.restore_worker import RestoreWorker
-from tests.alloc.fake_stream import FakeStream
+from tests.alloc.fake_stream import FakeDevice
 
 CHUNK = 256
 UNIT = 4 * CHUNK + 100  # five chunks, the last one short
@@ -22,36 +21,21 @@ def pattern(unit: int, count: int = UNIT) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(unit))
 
 
-class Gate:
-    """A hook that stops the worker the ``number``-th time it comes to ``where``."""
-
-    def __init__(self, where: str, number: int = 1) -> None:
-        self.where, self.left = where, number
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    def __call__(self, where: str) -> None:
-        if where == self.where:
-            self.left -= 1
-            if self.left == 0:
-                self.reached.set()
-                assert self.go.wait(WAIT)
-
-
 @contextmanager
 def workers() -> Iterator[Callable]:
-    """``make(kind, delay)`` -> a worker, and its fake stream or None."""
+    """``make(kind, max_in_flight)`` -> a worker, and its fake device or None."""
     made = []
 
-    def make(kind: str, delay=None, max_in_flight: int = 4):
-        stream = FakeStream() if kind == "stream" else None
-        worker = RestoreWorker("cpu", CHUNK, max_in_flight, delay, stream)
-        made.append((worker, stream))
-        return worker, stream
+    def make(kind: str, max_in_flight: int = 4):
+        device = FakeDevice() if kind == "stream" else None
+        worker = RestoreWorker("cpu", CHUNK, max_in_flight, None if device is None else device.path)
+        made.append((worker, device))
+        return worker, device
 
     yield make
-    for worker, stream in made:
-        if stream is not None:
-            stream.gate.set()
+    for worker, device in made:
+        worker.copier.go()
+        if device is not None:
+            device.open_gate()
         worker.close(WAIT)
-        if stream is not None:
-            stream.stop()
+        assert device is None or (device.left, device.violations) == (0, 0)

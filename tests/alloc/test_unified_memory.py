@@ -16,7 +16,7 @@ from depthfx.alloc.restore_worker import RestoreWorker
 from depthfx.alloc.unified_memory import POISON, UnifiedMemory
 from depthfx.alloc.units import UnitLayout
 from tests.alloc.physical_cases import backends, footprint
-from tests.alloc.restore_cases import WAIT, Gate
+from tests.alloc.restore_cases import WAIT
 
 CASES = backends()
 BLOCKS_PER_UNIT, BASE_BLOCKS = 4, 5
@@ -143,15 +143,15 @@ def test_verify_finds_every_kind_of_damage(loaded):
 @pytest.mark.parametrize("where,number", [("before chunk", 1), ("before chunk", 2), ("after chunk", 1), ("before done", 1)])
 def test_kv_written_after_a_cancel_stays(loaded, where, number):
     memory, host, _ = loaded
-    gate = Gate(where, number)
-    worker = RestoreWorker("cpu", chunk_bytes=1000, delay=gate)
+    worker = RestoreWorker("cpu", chunk_bytes=1000)
+    worker.copier.hold(where, number)
     own = blocks_of(memory)[slot_of(memory, 1)]
     own.fill_(1)
     worker.submit(1, target_of(memory, host, 1), host.unit(1), None)
-    assert gate.reached.wait(WAIT)
+    assert worker.copier.held(WAIT)
     worker.cancel(1)
     own.fill_(2)
-    gate.go.set()
+    worker.copier.go()
     assert worker.wait_idle(WAIT) and worker.poll() == [] and bool((own == 2).all())
     worker.submit(1, target_of(memory, host, 1), host.unit(1), None)
     assert worker.wait_idle(WAIT) and worker.poll() == [1] and host.verify(memory.home_bytes_tensor()) == 6
@@ -162,8 +162,9 @@ def test_kv_written_after_a_cancel_stays(loaded, where, number):
 def test_lent_and_restored_at_random(loaded, seed):
     """KV keeps its bytes while a unit is lent, residuals theirs once a unit is reported, under delays at every point."""
     memory, host, _ = loaded
-    rng, delays = random.Random(seed), random.Random(seed + 50)
-    worker = RestoreWorker("cpu", chunk_bytes=1500, delay=lambda where: time.sleep(delays.random() * 0.0005))
+    rng = random.Random(seed)
+    worker = RestoreWorker("cpu", chunk_bytes=1500)
+    worker.copier.disturb(seed + 50, delay_share=1.0, most_us=500)
     blocks, lent, under_way, finished = blocks_of(memory), {}, set(), 0
     for turn in range(250):
         unit = rng.randrange(4)
@@ -246,13 +247,13 @@ def test_close_refuses_while_tensors_live(memory):
 
 def test_close_refuses_while_a_copy_runs(loaded):
     memory, host, _ = loaded
-    gate = Gate("before chunk", 2)
-    worker = RestoreWorker("cpu", chunk_bytes=1000, delay=gate)
+    worker = RestoreWorker("cpu", chunk_bytes=1000)
+    worker.copier.hold("before chunk", 2)
     worker.submit(0, target_of(memory, host, 0), host.unit(0), None)
-    assert gate.reached.wait(WAIT)
+    assert worker.copier.held(WAIT)
     with pytest.raises(errors.MemoryStateError, match="restore worker first"):
         memory.close()
-    gate.go.set()
+    worker.copier.go()
     assert worker.wait_idle(WAIT)
     memory.close()
     assert worker.poll() == [0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+import random
 import time
 
 import pytest
@@ -106,7 +106,7 @@ def test_kv_destroys_residuals_and_the_worker_restores_them(loaded):
     home.zero_()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    worker.copy_all([target_of(memory, host, u) for u in range(NUM_UNITS)], [host.unit(u) for u in range(NUM_UNITS)]).synchronize()
+    worker.copy_all([target_of(memory, host, u) for u in range(NUM_UNITS)], [host.unit(u) for u in range(NUM_UNITS)])
     print(f"in one shot: {USED / (time.perf_counter() - start) / 1e9:.1f} GB/s")
     assert host.verify(home) == 3
 
@@ -125,17 +125,18 @@ def test_copies_wait_for_the_last_step_that_names_the_unit(loaded):
 
 def test_kv_written_behind_the_event_of_a_cancel_stays(loaded):
     memory, host, _ = loaded
-    issued = threading.Event()
-    other = RestoreWorker("cuda", max_in_flight=4, delay=lambda where: issued.set() if where == "after chunk" else None)
+    other = RestoreWorker("cuda", max_in_flight=4)
+    other.copier.hold("after chunk")
     after = slow_event()  # holds the chunks in the queue
     other.submit(2, target_of(memory, host, 2), host.unit(2), after)
-    assert issued.wait(WAIT)
+    assert other.copier.held(WAIT)
     start = time.perf_counter()
     event = other.cancel(2)
     assert time.perf_counter() - start < 0.1, "the cancel waited for the device"
     assert event is not None and not event.query()
     torch.cuda.current_stream().wait_event(event)
     kv_of(memory, 2).fill_(9)
+    other.copier.go()
     assert other.wait_idle(WAIT) and other.poll() == []
     torch.cuda.synchronize()
     assert bool((kv_of(memory, 2) == 9).all()), "a chunk was copied over the new owner's bytes"
@@ -143,6 +144,39 @@ def test_kv_written_behind_the_event_of_a_cancel_stays(loaded):
     other.submit(2, target_of(memory, host, 2), host.unit(2), torch.cuda.current_stream().record_event())
     assert other.wait_idle(WAIT) and other.poll() == [2] and host.verify(memory.home_bytes_tensor()) == 3
     other.close(WAIT)
+
+
+def test_steps_never_see_a_refill(loaded):
+    """Units are lent, given back and lent again in the middle of their copies; the host waits for nothing, the device sees every byte in order."""
+    memory, host, worker = loaded
+    worker.copier.disturb(1, delay_share=0.2, most_us=500)
+    rng, stream, expected = random.Random(0), torch.cuda.current_stream(), memory.home_bytes_tensor().clone()
+    lent, restoring, num_cancels, num_done = set(), set(), 0, 0
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(800):
+        unit, value = rng.randrange(NUM_UNITS), turn % 251
+        if unit in lent and rng.random() < 0.6:
+            lent.discard(unit)
+            restoring.add(unit)
+            worker.submit(unit, target_of(memory, host, unit), host.unit(unit), stream.record_event())
+        elif unit not in lent:
+            if unit in restoring:
+                restoring.discard(unit)
+                if (event := worker.cancel(unit)) is not None:
+                    stream.wait_event(event)
+                    num_cancels += 1
+            lent.add(unit)
+            kv_of(memory, unit).fill_(value)
+            wrong += (kv_of(memory, unit) != value).sum()
+        for done in worker.poll():
+            restoring.discard(done)
+            num_done += 1
+            target = target_of(memory, host, done)
+            wrong += (target != expected[done * UNIT : done * UNIT + target.numel()]).sum()
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 0.002)
+    assert worker.wait_idle(WAIT)
+    assert wrong.item() == 0 and min(num_cancels, num_done) > 10, (num_cancels, num_done)
 
 
 def test_a_captured_graph_reads_what_was_restored(loaded):

@@ -84,7 +84,6 @@ def race(elastic: Any, plain: Any, seconds: float, seed: int, delays: bool) -> C
     """Rounds of 64 requests until ``seconds`` are over; counts what happened, raises at the first difference."""
     rng, counts, engine = random.Random(seed), Counter[str](), elastic.engine
     control = engine.control
-    slow = random.Random(seed + 1)
 
     def disturb() -> None:
         with engine._state:
@@ -100,7 +99,7 @@ def race(elastic: Any, plain: Any, seconds: float, seed: int, delays: bool) -> C
         if delays and rng.random() < 0.1:
             time.sleep(rng.random() * 0.004)
 
-    control.shared.worker._delay = (lambda where: time.sleep(slow.random() * 0.003)) if delays else (lambda where: None)
+    control.shared.worker.copier.disturb(seed + 1 if delays else 0, delay_share=1.0, most_us=3000)
     end = time.monotonic() + seconds
     while time.monotonic() < end or not counts["rounds"]:
         asked = requests(rng)

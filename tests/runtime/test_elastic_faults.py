@@ -21,10 +21,6 @@ IDS = torch.tensor([[5, 6, 7]])
 GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
 
-class Death(BaseException):
-    """Ends the worker's thread."""
-
-
 def mappings() -> int:
     """Mappings of shared memory in this process."""
     return Path("/proc/self/maps").read_text().count("memfd:depthfx")
@@ -47,29 +43,22 @@ def end_all(engine) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("fault", [OSError, Death])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_failing_copies(fault, monkeypatch):
+@pytest.mark.parametrize("ends", [False, True])
+def test_failing_copies(ends, monkeypatch):
     """Service goes on in fast precision, the copy is tried again after a while and not before, a dead worker is replaced."""
     monkeypatch.setattr("depthfx.runtime.elastic.RETRY_SECONDS", 0.05)
     model = elastic()
-    engine, calls = model.engine, [0]
+    engine = model.engine
     control, first = engine.control, engine.control.shared.worker
-
-    def fail(where: str) -> None:
-        calls[0] += 1
-        if calls[0] <= 12:
-            raise fault("injected")
-
-    first._delay = fail
+    first.copier.fail("before chunk", 1, count=12, ends=ends)
     with pytest.warns(UserWarning, match=r"stays in fast precision and is tried again.*injected"):
         serve(engine, lambda turn: time.sleep(0.002))
     assert 0 < control.num_failures < 100 and engine.stats().steps_by_precision["fast"] > 20
     monkeypatch.undo()
-    first._delay = lambda where: None
+    first.copier.fail("before chunk", 0)
     engine.restore()
     assert control.shared.backup.verify(control._home) == len(control.shared.weights)
-    assert (control.shared.worker is first) == (fault is OSError)
+    assert (control.shared.worker is first) == (not ends)
     assert control.stats().num_restores > 0
     engine.close()
 
@@ -79,17 +68,13 @@ def test_restore_gives_up_on_a_copy_that_always_fails():
     model = elastic()
     under_load(model)
     control = model.engine.control
-
-    def fail(where: str) -> None:
-        raise OSError("injected")
-
-    control.shared.worker._delay = fail
+    control.shared.worker.copier.disturb(1, fail_share=1.0)
     end_all(model.engine)
     start = time.monotonic()
     with pytest.raises(MemoryStateError, match=r"residuals cannot be copied back; call .*injected"):
         model.engine.restore()
     assert time.monotonic() - start < 10
-    control.shared.worker._delay = lambda where: None
+    control.shared.worker.copier.disturb(0)
     model.engine.restore()
     assert all(control.region.resident())
     model.engine.close()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
+from depthfx.alloc.restore_worker import RestoreWorker
 from depthfx.errors import InternalError, MemoryStateError
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.settings import ElasticMemory
+from tests.alloc.fake_stream import FakeDevice
 from tests.runtime.byte_runner import BLOCK, VOCAB, byte_engine
 from tests.runtime.test_stress import Case, book, random_case
 
@@ -27,17 +29,6 @@ VARIANTS = {
 }
 
 
-def random_delay(rng: random.Random):
-    def delay(where: str) -> None:
-        draw = rng.random()
-        if draw < 0.15:
-            time.sleep(draw * 0.01)
-        if draw > 0.995:
-            raise OSError("injected")
-
-    return delay
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.filterwarnings("ignore:a residual was not restored:UserWarning")
 def test_no_byte_is_read_after_it_changed_its_owner(name, monkeypatch):
@@ -48,7 +39,7 @@ def test_no_byte_is_read_after_it_changed_its_owner(name, monkeypatch):
     settings = ElasticMemory(**{"unit_mib": 4 / 1024, "dwell_s": 0.0, "verify": True, **options})
     engine = byte_engine(settings, SIZES, 5, 20 if settings.policy == "elastic" else 8, lookahead)
     runner, control = engine._runner, engine.control
-    control.shared.worker._delay = random_delay(random.Random(seed + 100))
+    control.shared.worker.copier.disturb(seed + 100, delay_share=0.15, most_us=1500, fail_share=0.005)
     control.shared.worker.chunk_bytes = 1024
     preempt, num_preempted = Scheduler._preempt, 0
 
@@ -75,6 +66,38 @@ def test_no_byte_is_read_after_it_changed_its_owner(name, monkeypatch):
         counts = engine.stats().steps_by_precision
         assert counts["full"] and counts["fast"] and (counts["mixed"] > 20 or "whole" in name or name == "one unit")
     finish(engine)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_copies_on_a_device_never_meet_a_step(seed, monkeypatch):
+    """The worker's copies run on a fake device, late and byte after byte; steps run on the host and wait where the device's stream would."""
+    monkeypatch.setattr("depthfx.runtime.elastic.RETRY_SECONDS", 0.002)
+    device = FakeDevice()
+    settings = ElasticMemory(unit_mib=4 / 1024, dwell_s=0.0, verify=True)
+    engine = byte_engine(settings, SIZES, 5, 20, bool(seed))
+    control, runner, steps = engine.control, engine._runner, device.stream(is_default=True)
+    control.shared.worker.close()
+    control.shared.resources.worker = worker = RestoreWorker("cpu", 256, 6, device.path)
+    worker.copier.disturb(seed + 1, delay_share=0.15, most_us=1500)
+    device.delay(seed + 2, 400)
+
+    def on_stream():
+        steps.synchronize()  # what the host does next follows all that the stream waits for
+        return nullcontext()
+
+    monkeypatch.setattr(control, "_stream", steps)
+    monkeypatch.setattr(control, "_on_stream", on_stream)
+    monkeypatch.setattr(control, "_after_launched", steps.record_event)
+    stop_copy = control._stop_copy
+    monkeypatch.setattr(control, "_stop_copy", lambda unit: (stop_copy(unit), on_stream()))
+    cases = serve_randomly(engine, random.Random(seed), 300)
+    for request, case in cases.items():
+        expected = case.expected()
+        assert case.tokens == (expected[: len(case.tokens)] if case.end.finish_reason == "abort" else expected), request
+    stats = control.stats()
+    assert min(stats.num_restores, stats.num_cancels) > 5 and stats.num_failures == 0 and runner.num_reused > 10
+    finish(engine)
+    assert (device.left, device.violations) == (0, 0)
 
 
 def serve_randomly(engine, rng, num_requests) -> dict[str, Case]:
@@ -125,7 +148,7 @@ def disturb(engine, rng) -> None:
 def finish(engine) -> None:
     """Everything comes back as it was, first into the units, then out of them."""
     control, runner = engine.control, engine._runner
-    control.shared.worker._delay = lambda where: None
+    control.shared.worker.copier.disturb(0)
     engine.restore()
     engine._scheduler.check()
     assert control.shared.backup.verify(control._home) == sum(map(len, SIZES.values()))

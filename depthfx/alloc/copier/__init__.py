@@ -1,0 +1,1 @@
+"""The copy thread of restores, in C: it never takes the interpreter's lock from the thread that serves."""
