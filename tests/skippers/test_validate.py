@@ -131,6 +131,11 @@ def test_projector_is_refused(fault):
         check(project=project)
 
 
+def test_a_weight_that_comes_and_goes_is_refused():
+    with pytest.raises(SkipperError, match="the weights change with the number of rows"):
+        check(weighted(lambda rows: torch.sigmoid(rows.hidden[:, 0]) if len(rows.ran) > 1 else None))
+
+
 def test_only_the_faulty_layer_is_named():
     policies = [Own(ran), Own(lambda s, r: r.positions)]
     with pytest.raises(SkipperError, match="policy Own of layer 3 "):
