@@ -64,6 +64,9 @@ def _outline(gm: fx.GraphModule, ctx: PassContext, end: Any, outside: set[fx.Nod
     """The body that ends in ``end``, the nodes it reads and how each is taken."""
     needed: set[fx.Node] = set(outside)
     _closure([end], needed)
+    for node in [n for n in gm.graph.nodes if n in needed and n not in outside]:
+        if node.target is operator.getitem and _is_tuple(node.args[0]) and node.args[0] not in needed - outside:
+            outside.add(node)  # parts of a tuple are gathered one by one
     needed -= outside
     nodes = [n for n in gm.graph.nodes if n in needed]
     if not nodes:
@@ -88,8 +91,14 @@ def _outline(gm: fx.GraphModule, ctx: PassContext, end: Any, outside: set[fx.Nod
     return fx.GraphModule(torch.nn.Module(), graph), given, [*specs, BodyInput("bound")]
 
 
+def _is_tuple(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value_of(node), (tuple, list))
+
+
 def _taken(node: fx.Node, ctx: PassContext) -> BodyInput:
     value = value_of(node)
+    if _is_tuple(node):
+        raise GraphError(f"a cohort reads {node.name}, which is a tuple, in another way than part by part")
     if node.op == "placeholder" and node.name in _OWN:
         return BodyInput(node.name)  # type: ignore[arg-type]
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
