@@ -149,7 +149,7 @@ def _build_engine(
     num_blocks = size_kv_blocks(model, program, limits, settings, report)
     shared = _share(program, num_blocks, settings, device, report)
     try:
-        return _assemble(model, program, limits, num_blocks, buckets, settings, report, shared)
+        return _assemble(model, program, limits, num_blocks, buckets, settings, report, shared, skipper)
     except BaseException as error:
         if shared is not None:
             shared.abandon(error)
@@ -184,7 +184,7 @@ def _report_portable(settings: Settings, device: torch.device, report: CompileRe
 
 def _assemble(
     model: PreTrainedModel, program: Program, limits: Limits, num_blocks: int, buckets: tuple[int, ...], settings: Settings,
-    report: CompileReport, shared: SharedMemory | None,
+    report: CompileReport, shared: SharedMemory | None, skipper: Skipper | None,
 ) -> tuple[Engine, WeightWatch, int]:  # fmt: skip
     device, region = next(model.parameters()).device, None
     if shared is not None:
@@ -208,7 +208,7 @@ def _assemble(
     if shared is not None:
         close_with(engine, shared.resources)
     refills = [p.refill_tables for p in (program, program.routed) if p is not None]
-    return engine, WeightWatch(model, [*refills, engine.weights_changed]), program.kv_shape.block_bytes
+    return engine, WeightWatch(model, [*refills, engine.weights_changed], skipper), program.kv_shape.block_bytes
 
 
 def _share(program: Program, num_blocks: int, settings: Settings, device: torch.device, report: CompileReport) -> SharedMemory | None:

@@ -11,18 +11,18 @@ from depthfx.lowering.nested_linear import nested_linears
 
 
 class WeightWatch:
-    """Compares the parameters of a model with what they were; ``on_change`` is called where some were changed in place.
+    """Compares the parameters of a model and all tensors of its skipper with what they were; ``on_change`` is called where some were changed in place.
 
     It sees what torch counts (``copy_``, an optimiser's step, ``load_state_dict``), not writes through ``.data``.
     """
 
-    def __init__(self, model: torch.nn.Module, on_change: Sequence[Callable[[], None]]) -> None:
-        self._on_change = on_change
-        self._seen = _state(model)
+    def __init__(self, model: torch.nn.Module, on_change: Sequence[Callable[[], None]], skipper: torch.nn.Module | None = None) -> None:
+        self._on_change, self._skipper = on_change, skipper
+        self._seen = _state(model, skipper)
 
     def follow(self, model: torch.nn.Module) -> None:
         """Raises :class:`UnsupportedOptionError` naming a weight that is not the one the model was compiled with."""
-        now = _state(model)
+        now = _state(model, self._skipper)
         if now == self._seen:
             return
         for name in sorted(now.keys() | self._seen.keys()):
@@ -36,10 +36,12 @@ class WeightWatch:
         self._seen = now
 
 
-def _state(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Address and count of changes of each parameter and nested weight; tensors made in inference mode count nothing."""
+def _state(model: torch.nn.Module, skipper: torch.nn.Module | None) -> dict[str, tuple[int, ...]]:
+    """Address and count of changes of each parameter, nested weight and tensor of the skipper; tensors made in inference mode count nothing."""
     watched: dict[str, torch.Tensor] = dict(model.named_parameters())
     for path, module in nested_linears(model).items():
         parts = {"": module.upper, ".lower": module.lower, ".shift": module.shift}
         watched |= {f"{path}.weight{part}": tensor for part, tensor in parts.items() if tensor is not None}
+    if skipper is not None:
+        watched |= {f"skipper.{name}": tensor for name, tensor in (*skipper.named_parameters(), *skipper.named_buffers())}
     return {name: (t.data_ptr(), 0 if t.is_inference() else t._version) for name, t in watched.items()}
