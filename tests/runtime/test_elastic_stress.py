@@ -95,7 +95,7 @@ def test_copies_on_a_device_never_meet_a_step(seed, monkeypatch):
         expected = case.expected()
         assert case.tokens == (expected[: len(case.tokens)] if case.end.finish_reason == "abort" else expected), request
     stats = control.stats()
-    assert min(stats.num_restores, stats.num_cancels) > 5 and stats.num_failures == 0 and runner.num_reused > 10
+    assert min(stats.num_restores, stats.num_cancels) > 2 and stats.num_failures == 0 and runner.num_reused > 10
     finish(engine)
     assert (device.left, device.violations) == (0, 0)
 
