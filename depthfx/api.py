@@ -21,7 +21,6 @@ from depthfx.lowering.kernel_spec import is_hopper
 from depthfx.lowering.nested_linear import nested_linears
 from depthfx.lowering.precompile import KernelWorkers
 from depthfx.lowering.tile_store import device_kind, use_stored_tiles
-from depthfx.passes.context import Target
 from depthfx.passes.pipeline import Program, build_program
 from depthfx.report import CompileReport
 from depthfx.runtime.elastic import ElasticControl, PrecisionSwitch
@@ -138,9 +137,7 @@ def _build_engine(
     if cuda and settings.weights == "nested":
         use_stored_tiles(cache_dir(settings), device_kind(device), report)
     with KernelWorkers(report, enabled=cuda and settings.parallel_warmup) as workers:
-        program = build_program(model, settings, "cuda" if cuda else "cpu", report, on_miss=workers.start)
-        routed = _routed_program(model, settings, "cuda" if cuda else "cpu", report, skipper, workers.start)
-        program = replace(program, routed=routed)
+        program = build_program(model, settings, "cuda" if cuda else "cpu", report, workers.start, skipper)
         if cuda and settings.parallel_warmup:
             with report.timed("compile kernels"):
                 precompile_kernels(one_block_runner(program, limits, device), buckets, workers, nested=settings.weights == "nested")
@@ -154,21 +151,6 @@ def _build_engine(
         if shared is not None:
             shared.abandon(error)
         raise
-
-
-def _routed_program(
-    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, skipper: Skipper | None, on_miss: Callable[[], None]
-) -> Program | None:
-    """The program of steps that ask the skipper, over the weights that the dense program has bound; its own report in short."""
-    if skipper is None:
-        return None
-    details = CompileReport()
-    with report.timed("routed program"):
-        program = build_program(model, settings, target, details, on_miss, skipper)
-    for line in details.sections["depth"]:
-        report.add("depth", line)
-    report.add("depth", f"routed steps: {details.sections['compiled'][-1]}; not kept in the program cache")
-    return program
 
 
 def _report_portable(settings: Settings, device: torch.device, report: CompileReport) -> None:
@@ -197,6 +179,8 @@ def _assemble(
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
     if program.nested and ops.has_fp8_rows(device):  # as many rows as take the time of `max_chunk_tokens` full ones
         scheduler.fast_chunk_tokens = min(2 * limits.max_chunk_tokens, limits.max_batch_tokens)
+    if program.routed is not None:
+        scheduler.route_reads = {n.name for n in program.routed.module.graph.nodes if n.op == "placeholder" and n.users}
     lookahead = settings.lookahead if settings.lookahead is not None else device.type == "cuda"
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
     layers = entry_names(program.kv_shape.num_layers, settings.nested_head) if settings.weights == "nested" else ()
@@ -217,8 +201,7 @@ def _share(program: Program, num_blocks: int, settings: Settings, device: torch.
         return None
     with report.timed("share memory"):
         shared = share_memory(program.stored, program.kv_shape, program.num_precisions, num_blocks, settings.memory, device, report)
-        for weight in () if program.routed is None else program.routed.stored:
-            weight.follow()  # residuals have moved into units
+        shared.lead(() if program.routed is None else program.routed.stored)
         return shared
 
 

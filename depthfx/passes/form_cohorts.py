@@ -126,7 +126,7 @@ class _Layer:
         graph, ctx = self.gm.graph, self.ctx
         with graph.inserting_before(marker):
             if name == "positions":
-                return call(graph, ctx, marker, torch.Tensor.to, self.inputs["positions"], torch.int64)
+                return call(graph, ctx, marker, torch.ops.aten.to.dtype, self.inputs["positions"], torch.int64)
             if name != "ran":
                 return self.inputs[name]
             if before is None:
@@ -224,7 +224,7 @@ class _Layer:
             forced = call(graph, ctx, weight, torch.ne, self.inputs["forced_run"], 0)
             kept = call(graph, ctx, weight, torch.masked_fill, weight, forced, 1.0)
             spread = call(graph, ctx, weight, operator.getitem, kept, (None, slice(None), None))
-            wide = call(graph, ctx, weight, torch.Tensor.to, spread, value_of(branch).dtype)
+            wide = call(graph, ctx, weight, torch.ops.aten.to.dtype, spread, value_of(branch).dtype)
             scaled = call(graph, ctx, branch, torch.mul, branch, wide)
             self.inside |= {forced, kept, spread, wide, scaled}
         for user in users:

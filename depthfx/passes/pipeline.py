@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from depthfx.contracts import Skipper
 from depthfx.lowering.codegen import compile_with_inductor, run_eagerly
 from depthfx.lowering.nested_linear import plain_linears
 from depthfx.lowering.stored_weight import StoredWeight
-from depthfx.passes.capture import capture
 from depthfx.passes.check_graph import check_graph
 from depthfx.passes.check_rows import check_rows
 from depthfx.passes.context import Pass, PassContext, Target, refresh_values
@@ -28,6 +27,7 @@ from depthfx.passes.program_store import load_program, program_file, save_progra
 from depthfx.passes.recognise_layers import recognise_layers
 from depthfx.passes.split_pieces import split_pieces
 from depthfx.passes.tabulate_positions import tabulate_positions
+from depthfx.passes.traces import Traces
 from depthfx.passes.use_dual_linear import use_dual_linear, use_fp8_linear
 from depthfx.passes.use_linear_ops import drop_batch_dim, use_gated_linear, use_linear
 from depthfx.passes.use_paged_attention import use_paged_attention
@@ -103,16 +103,34 @@ def build_program(
 ) -> Program:  # fmt: skip
     """Capture, rewrite, split and compile the forward of ``model``; ``on_miss`` is called where the capture is not skipped.
 
-    With ``skipper`` it is the routed program, over the same weights as a dense one that was built before.
+    With ``skipper`` the result has a second program, ``routed``, over the same weights; both come from one trace.
     Raises :class:`~depthfx.errors.UnsupportedModelError` with the reason for a model that does not fit.
     """
+    traces = Traces(model, settings, target, skipper)
+    program = _finished(traces, model, settings, report, on_miss, routed=False)
+    if skipper is None:
+        return program
+    details = CompileReport()  # most of it would say the same again
+    with report.timed("routed program"):
+        routed = _finished(traces, model, settings, details, on_miss, routed=True)
+    for line in details.sections["depth"]:
+        report.add("depth", line)
+    report.add("depth", f"routed steps: {details.sections['compiled'][-1]}")
+    for line in details.sections[CACHES]:
+        report.add(CACHES, f"routed {line}")
+    return replace(program, routed=routed)
+
+
+def _finished(
+    traces: Traces, model: PreTrainedModel, settings: Settings, report: CompileReport, on_miss: Callable[[], None], routed: bool
+) -> Program:
     with plain_linears(model):  # a model that was loaded nested is captured like any other
-        gm, ctx = _rewritten(model, settings, target, report, on_miss, skipper)
+        gm, ctx = _rewritten(traces, settings, report, on_miss, routed)
     vocab_size = int(next(n for n in gm.graph.nodes if n.op == "output").args[0].meta["example_value"].shape[-1])
     kv_dtype = next(n.meta["example_value"].dtype for n in gm.graph.nodes if n.name == "kv_pool")
     with report.timed("bind weights"):
         refill_tables = bind_weights(gm, ctx, model)
-    compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode) if settings.inductor else run_eagerly
+    compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode, rounds=routed) if settings.inductor else run_eagerly
     with report.timed("compile pieces"):
         outline_cohorts(gm, ctx, lambda body: split_pieces(body, ctx, compiler))
         split_pieces(gm, ctx, compiler)
@@ -128,37 +146,35 @@ def build_program(
         settings.weights == "nested",
         refill_tables,
         tuple(ctx.stored),
-        () if skipper is None else skipper.layers,
+        () if ctx.skipper is None else ctx.skipper.layers,
     )
 
 
 def _rewritten(
-    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, on_miss: Callable[[], None] = lambda: None,
-    skipper: Skipper | None = None,
-) -> tuple[fx.GraphModule, PassContext]:  # fmt: skip
-    """The program of ``model`` before it is split: from the program cache, or captured, rewritten and put there."""
-    if skipper is not None or not settings.program_cache:
-        report.add(CACHES, "program cache: off, " + ("for routed steps" if skipper is not None else "setting program_cache=False"))
+    traces: Traces, settings: Settings, report: CompileReport, on_miss: Callable[[], None], routed: bool
+) -> tuple[fx.GraphModule, PassContext]:
+    """The program before it is split: from the program cache, or captured, rewritten and put there."""
+    skipper = traces.skipper if routed else None
+    if not settings.program_cache:
+        report.add(CACHES, "program cache: off, setting program_cache=False")
         on_miss()
-        return _captured(model, settings, target, report, skipper)
+        return _captured(traces, report, routed)
     with report.timed("program cache"):
-        path = program_file(program_key(model, settings, target), settings)
-        found = load_program(path, settings, target, report)
+        path = program_file(program_key(traces.model, settings, traces.target, skipper), settings)
+        found = load_program(path, settings, traces.target, report, skipper)
     if found is not None:
         return found
     on_miss()
     before = {section: len(lines) for section, lines in report.sections.items()}
-    gm, ctx = _captured(model, settings, target, report)
+    gm, ctx = _captured(traces, report, routed)
     with report.timed("program cache"):
         added = {section: lines[before.get(section, 0) :] for section, lines in report.sections.items()}
         save_program(path, gm, ctx, {section: lines for section, lines in added.items() if lines and section != CACHES})
     return gm, ctx
 
 
-def _captured(
-    model: PreTrainedModel, settings: Settings, target: Target, report: CompileReport, skipper: Skipper | None = None
-) -> tuple[fx.GraphModule, PassContext]:
+def _captured(traces: Traces, report: CompileReport, routed: bool) -> tuple[fx.GraphModule, PassContext]:
     with report.timed("capture"):
-        gm, ctx = capture(model, settings, target, report, skipper)
+        gm, ctx = traces.get(report, routed)
     run_passes(gm, ctx)
     return gm, ctx

@@ -33,8 +33,8 @@ _BY_VERSION = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy", 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def program_key(model: torch.nn.Module, settings: Settings, target: str) -> str:
-    """Hex digest for ``model`` on its device, compiled with ``settings`` for ``target``."""
+def program_key(model: torch.nn.Module, settings: Settings, target: str, skipper: torch.nn.Module | None = None) -> str:
+    """Hex digest for ``model`` on its device, compiled with ``settings`` for ``target``; with ``skipper``, of the routed program."""
     versions = {name: _version(name) for name in ("torch", "transformers", "triton")}
     device = next(model.parameters()).device
     parts = [
@@ -42,6 +42,7 @@ def program_key(model: torch.nn.Module, settings: Settings, target: str) -> str:
         repr((versions, platform.python_version(), target, str(device), torch.get_default_dtype(), torch.is_autocast_enabled(device.type))),
         repr([(f.name, getattr(settings, f.name)) for f in fields(settings) if f.name not in _NOT_IN_THE_GRAPH]),
         *_Description(model).lines(),
+        *(["dense"] if skipper is None else _Description(skipper).lines()),
     ]
     return hashlib.sha256("\n".join(parts).encode("utf-8", "backslashreplace")).hexdigest()
 
@@ -57,7 +58,8 @@ def _version(package: str) -> str:
 def _own_text() -> str:
     """Hash of the source of all files that shape the graph."""
     root = Path(__file__).resolve().parent.parent
-    files = [*sorted(root.glob("passes/*.py")), *sorted(root.glob("lowering/**/*.py")), root / "settings.py", root / "records.py"]
+    folders = ("passes/*.py", "lowering/**/*.py", "skippers/**/*.py")
+    files = [f for pattern in folders for f in sorted(root.glob(pattern))] + [root / f"{n}.py" for n in ("contracts", "records", "settings")]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")

@@ -20,6 +20,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from depthfx.contracts import Skipper
 from depthfx.errors import GraphError
 from depthfx.passes.check_graph import check_graph
 from depthfx.passes.context import PassContext, Target, refresh_values
@@ -38,7 +39,9 @@ def program_file(key: str, settings: Settings) -> Path:
     return cache_dir(settings) / "programs" / f"{key}.json"
 
 
-def load_program(path: Path, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext] | None:
+def load_program(
+    path: Path, settings: Settings, target: Target, report: CompileReport, skipper: Skipper | None = None
+) -> tuple[fx.GraphModule, PassContext] | None:
     """Graph and context as :func:`save_program` stored them, with fresh fake values; None where there is no good entry.
 
     Says in ``report`` what was found. The graph has passed the verifier.
@@ -53,7 +56,7 @@ def load_program(path: Path, settings: Settings, target: Target, report: Compile
         return None
     try:
         body = _body(text)
-        context = PassContext(settings, target, report, None, None)
+        context = PassContext(settings, target, report, None, None, skipper=skipper)
         gm = _restore(body, context)
         check_graph(gm, context, after="the program cache")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, GraphError) as error:

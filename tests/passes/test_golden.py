@@ -1,4 +1,4 @@
-"""The whole program of two models after all passes, as text. ``GOLDEN=accept`` in the environment rewrites the files."""
+"""The whole program of two models, and of one with a skipper, after all passes, as text. ``GOLDEN=accept`` in the environment rewrites the files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from depthfx.passes.pipeline import run_passes
 from depthfx.passes.print_graph import print_graph
 from depthfx.report import CompileReport
 from depthfx.settings import Settings
+from depthfx.skippers import make_skipper
 from tests.families.configs import build
 
 FOLDER = Path(__file__).parent / "golden"
 
 
 def program_text(name: str) -> str:
-    gm, ctx = capture(build(name, num_hidden_layers=2), Settings(), "cpu", CompileReport())
+    family, _, routed = name.partition("-")
+    model = build(family, num_hidden_layers=2)
+    skipper = make_skipper(model, "flexidepth", "adapter", layers=(1,), gate="mlp") if routed else None
+    gm, ctx = capture(model, Settings(), "cpu", CompileReport(), skipper)
     run_passes(gm, ctx)
     return print_graph(gm)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llama-routed"])
 def test_program_text(name):
     text = program_text(name)
     path = FOLDER / f"{name}.txt"

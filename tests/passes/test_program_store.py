@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import depthfx
-from depthfx.passes import pipeline
+from depthfx.passes import pipeline, traces
 from depthfx.passes.graph_data import from_data, to_data
 from depthfx.passes.print_graph import print_graph
 from depthfx.passes.program_key import program_key
 from depthfx.passes.program_store import program_file
+from depthfx.passes.traces import Traces
 from depthfx.report import CompileReport
 from depthfx.settings import Settings
+from depthfx.skippers import make_skipper
 from tests.families.configs import SOME_FAMILIES, build
 from tests.passes.toys import toy
 
@@ -28,9 +30,9 @@ def settings_in(folder, **changes) -> Settings:
     return Settings(cache_dir=str(folder), inductor=False, kv_blocks=8, max_batch_size=2, **changes)
 
 
-def rewritten(model, settings):
+def rewritten(model, settings, skipper=None):
     report = CompileReport()
-    gm, ctx = pipeline._rewritten(model, settings, "cpu", report)
+    gm, ctx = pipeline._rewritten(Traces(model, settings, "cpu", skipper), settings, report, lambda: None, routed=skipper is not None)
     return gm, ctx, report
 
 
@@ -42,7 +44,7 @@ def forbid_capture(monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("the model was captured")
 
-    monkeypatch.setattr(pipeline, "capture", fail)
+    monkeypatch.setattr(Traces, "get", fail)
     monkeypatch.setattr(torch, "compile", fail)
 
 
@@ -70,6 +72,36 @@ def test_a_loaded_program_is_the_captured_one(family, tmp_path, monkeypatch):
     second = logits_of(depthfx.compile(build(family), settings))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_routed_program_is_kept_apart_and_found_for_its_skipper_alone(tmp_path, monkeypatch):
+    settings = settings_in(tmp_path)
+    model = build("llama")
+
+    def skipper(rate):
+        return make_skipper(model, "random_skip", "identity", rate=rate)
+
+    _, _, dense = rewritten(model, settings)
+    fresh, ctx, report = rewritten(model, settings, skipper(0.5))
+    assert "miss" in said(dense) and "miss" in said(report) and ctx.skipper is not None
+    assert "miss" in said(rewritten(model, settings, skipper(0.25))[2])
+    forbid_capture(monkeypatch)
+    loaded, loaded_ctx, report = rewritten(build("llama"), settings, skipper(0.5))
+    assert "hit" in said(report)
+    assert print_graph(loaded) == print_graph(fresh) and loaded_ctx.weights == ctx.weights
+    assert "hit" in said(rewritten(model, settings)[2])
+
+
+def test_one_trace_serves_both_programs(monkeypatch):
+    model, taken = build("gemma2"), []
+    whole = traces.capture
+    monkeypatch.setattr(traces, "capture", lambda *args: taken.append(0) or whole(*args))
+    both = Traces(model, Settings(), "cpu", make_skipper(model, "flexidepth", "adapter", gate="mlp"))
+    shared, shared_ctx = both.get(CompileReport(), routed=False)
+    alone, alone_ctx = Traces(model, Settings(), "cpu", None).get(CompileReport(), routed=False)
+    both.get(CompileReport(), routed=True)
+    assert len(taken) == 2
+    assert print_graph(shared) == print_graph(alone) and shared_ctx.weights == alone_ctx.weights
 
 
 def test_strides_and_open_sizes_are_restored(tmp_path):
