@@ -32,6 +32,10 @@ def test_own_kernel():
     assert run("own_kernel") == 0.0
 
 
+def test_own_policy():
+    assert run("own_policy") == "The capital of France is Paris.\n\nThe French language is a language that is"
+
+
 def test_all_are_tested():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert {p.stem for p in FOLDER.glob("*.py")} == tested - {"all_are_tested"}

@@ -48,7 +48,13 @@ CONTRACTS = {
     "depthfx/lowering/formats/": {"covers", "split", "join", "fast_values"},
     "depthfx/alloc/physical/": {"unavailable"},
 }
-PLUGIN_FOLDERS = ("depthfx/lowering/kernels/", "depthfx/lowering/formats/", "depthfx/alloc/physical/", "depthfx/skippers/policies/")
+PLUGIN_FOLDERS = (
+    "depthfx/lowering/kernels/",
+    "depthfx/lowering/formats/",
+    "depthfx/alloc/physical/",
+    "depthfx/skippers/policies/",
+    "depthfx/skippers/projectors/",
+)
 
 
 def part_of(path: str) -> str:
