@@ -51,6 +51,7 @@ class SharedMemory:
     layout: UnitLayout
     resources: Resources
     weights: list[tuple[StoredWeight, int]]  # each residual tensor and its first byte in the home range
+    followers: tuple[StoredWeight, ...] = ()  # of another program over the same modules
 
     @property
     def worker(self) -> RestoreWorker:
@@ -66,6 +67,12 @@ class SharedMemory:
     def backup(self) -> HostBackup:
         """The host's copy of all residual bytes."""
         return self.resources.backup
+
+    def lead(self, followers: Sequence[StoredWeight]) -> None:
+        """Weights of another program over the same modules read the bytes where they are, now and wherever they move."""
+        self.followers = tuple(followers)
+        for weight in followers:
+            weight.follow()
 
     def kv_pool(self, kv: KvShape, dtype: torch.dtype) -> torch.Tensor:
         """The KV pool ``[blocks, L, 2, Hkv, B, D]`` over base blocks and units; base blocks are zero, units hold residuals."""
@@ -88,10 +95,13 @@ class SharedMemory:
             for module in weight.modules:
                 module.guard = _refuse_while_closing
             weight.move(lower=_no_memory(weight.lower))
+        for follower in self.followers:
+            follower.move(lower=_no_memory(follower.lower))
         self.memory.close()
         self._whole_again()
         self.backup.close()
         self.weights.clear()
+        self.followers = ()
 
     def abandon(self, error: BaseException) -> None:
         """As :meth:`dissolve`, where ``error`` ended the building of an engine whose tensors its traceback may keep alive.
@@ -110,6 +120,8 @@ class SharedMemory:
         for weight, _ in self.weights:
             for module in weight.modules:
                 module.guard = None
+        for follower in self.followers:
+            follower.follow()
 
 
 def _refuse_while_closing() -> None:
