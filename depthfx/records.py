@@ -59,7 +59,7 @@ class StepInputs:
     precision: int  # what `layer_precision` holds, for steps that are not captured: 1 all full, 0 all fast, -1 mixed or unknown
     # Of routed steps alone:
     request_ids: torch.Tensor | None = None  # [T] int64, a number of the row's request that is the same in every step
-    is_prompt: torch.Tensor | None = None  # [T] bool, rows of prefill chunks
+    is_prompt: torch.Tensor | None = None  # [T] bool, the row is a token of a prompt; False for the tokens of an answer
     forced_run: torch.Tensor | None = None  # [T] int32, nonzero: the row runs every layer as it is
     route_tape: torch.Tensor | None = None  # [places, capacity] int8, written by the step: 1 RUN, 0 Project-Only, -1 padding
     captured: bool = False  # the step is (to be) a captured graph: the host may not read what was decided
@@ -109,6 +109,7 @@ class Chunk:
     history: tuple[int, ...] | None = None  # all tokens so far; only on the first chunk after admission, only with a repetition penalty
     routed: bool = False  # the skipper is asked; else the rows run every layer as it is
     number: int = 0  # of the request, the same in every step and every run: a hash of its id; int32, not negative
+    is_prompt: bool = True  # tokens of the prompt; False: of the answer, which is computed anew after a preemption
 
     @property
     def num_tokens(self) -> int:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from depthfx.records import Chunk
 from depthfx.runtime.request import Request
 
 
-def state_of(precision: bytes, routed: bool) -> bytes:
-    """What decides the KV of a row beside its token: precision and depth. KV is shared under equal states only (invariant 7)."""
-    return precision + b"routed" if routed else precision
+def state_of(precision: bytes, routed: bool, reads: Collection[str] = (), number: int = 0, is_prompt: bool = True) -> bytes:
+    """What decides the KV of a row beside its token: precision and depth, and what policies read of the row itself: ``reads`` may name
+    ``request_ids`` and ``is_prompt``. KV is shared under equal states only (invariant 7)."""
+    if not routed:
+        return precision
+    request = number.to_bytes(4, "little") if "request_ids" in reads else b""
+    return precision + b"routed" + request + (b"" if is_prompt or "is_prompt" not in reads else b"answer")
 
 
 def decode_chunk(request: Request, row: int, step: int) -> Chunk:
@@ -26,6 +32,7 @@ def decode_chunk(request: Request, row: int, step: int) -> Chunk:
         None,
         request.routed[1],
         request.number,
+        False,
     )
     request.num_planned = start + 1
     request.num_pending = pending + 1
@@ -35,8 +42,14 @@ def decode_chunk(request: Request, row: int, step: int) -> Chunk:
 
 
 def prefill_chunk(request: Request, budget: int, row: int, step: int) -> Chunk:
-    """Up to ``budget`` tokens of the prompt; the last of them, if it ends the prompt, is sampled as row ``row`` of step ``step``."""
+    """Up to ``budget`` tokens of the prompt; the last of them, if it ends the prompt, is sampled as row ``row`` of step ``step``.
+
+    After a preemption the tokens of the answer are computed anew likewise; where the skipper is asked, in chunks of their own.
+    """
     start = request.num_planned
+    is_prompt = start < request.num_prompt
+    if is_prompt and any(request.routed):
+        budget = min(budget, request.num_prompt - start)
     token_ids = tuple(request.token_ids[start : start + budget])
     samples = start + len(token_ids) == len(request.token_ids)
     wants_history = request.fresh and request.sampling.repetition_penalty != 1.0
@@ -50,5 +63,5 @@ def prefill_chunk(request: Request, budget: int, row: int, step: int) -> Chunk:
     history = tuple(request.token_ids) if wants_history else None
     return Chunk(
         request.request_id, request.table_row, start, token_ids, -1, samples, len(request.output_ids), request.sampling, history,
-        request.routed[0], request.number,
+        request.routed[0 if is_prompt else 1], request.number, is_prompt,
     )  # fmt: skip

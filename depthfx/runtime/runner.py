@@ -141,11 +141,10 @@ class Runner:
         if not routed:
             return self.program(inputs)
         assert self.routed is not None, "a routed step needs a skipper"
-        rows = torch.arange(inputs.positions.shape[0], device=self.device)
         routed_inputs = replace(
             inputs,
             request_ids=uploaded.request_ids.long(),
-            is_prompt=rows >= uploaded.num_decode_rows,
+            is_prompt=uploaded.is_prompt.bool(),
             forced_run=uploaded.forced_run,
             route_tape=self.tape,
             captured=captured,

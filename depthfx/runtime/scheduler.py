@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from operator import and_, attrgetter
 
@@ -66,6 +66,7 @@ class Scheduler:
         self.max_chunk_tokens = self.fast_chunk_tokens = max_chunk_tokens  # the second where all layers are fast; settable
         self.max_model_len = max_model_len
         self.wanted = b""  # precision that the user asks for; see `depthfx.runtime.precision`
+        self.route_reads: Collection[str] = ()  # what policies read of a row, see `state_of`; settable
         self.mask: Callable[[], bytes] = bytes  # which entries may be full now; empty: all
         self.num_preemptions = 0
         self.num_reused_tokens = 0
@@ -162,7 +163,7 @@ class Scheduler:
             return self.plan() if preempted else None  # all who ran were preempted: one of them can be admitted again
         precision = self.precision  # now that no more blocks are taken
         for request, chunk in zip((*decoding, *prefilling), (*decodes, *prefills)):
-            request.plan_under(state_of(precision, chunk.routed), chunk.start)
+            request.plan_under(state_of(precision, chunk.routed, self.route_reads, request.number, chunk.is_prompt), chunk.start)
         plan = StepPlan(self._next_step, decodes, tuple(prefills), self.manager.take_table_writes(), precision, *self.manager.take_moves())
         self._next_step += 1
         self._steps.append(_Step(plan, (*decoding, *prefilling)))
@@ -283,7 +284,7 @@ class Scheduler:
         if self._blocked == (request.request_id, manager.num_releases):
             return False
         # One block of headroom for each running request, so that the newcomer is not preempted right away.
-        state = state_of(self.precision, request.routed[0])
+        state = state_of(self.precision, request.routed[0], self.route_reads, request.number)
         place = manager.admit(request.request_id, request.token_ids, state + request.salt, headroom=len(self._running))
         if place is None:
             self._blocked = (request.request_id, manager.num_releases)

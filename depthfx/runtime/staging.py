@@ -29,8 +29,9 @@ class Uploaded:
     chunk_starts: torch.Tensor  # [C + 1]
     tile_chunks: torch.Tensor  # [Q]
     tile_starts: torch.Tensor  # [Q]
-    request_ids: torch.Tensor  # [T], or empty in a dense step, as the next
+    request_ids: torch.Tensor  # [T], or empty in a dense step, as the next two
     forced_run: torch.Tensor  # [T]
+    is_prompt: torch.Tensor  # [T]
 
 
 class Staging:
@@ -45,7 +46,7 @@ class Staging:
         self.max_writes = max(4096, max_tokens)
         self._columns, self._max_rows = blocks_per_row, max_rows
         tiles = max_tokens // PREFILL_TILE_ROWS + 2 * max_rows + 2
-        capacity = 7 * max_tokens + 2 * self.max_writes + max_rows + 2 * tiles + 16 * _ALIGN
+        capacity = 8 * max_tokens + 2 * self.max_writes + max_rows + 2 * tiles + 16 * _ALIGN
         pin = device.type == "cuda"
         self._host = [torch.zeros(capacity, dtype=torch.int32, device="cpu", pin_memory=pin) for _ in range(_RING)]
         self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, device="cpu", pin_memory=pin) for _ in range(_RING)]
@@ -56,7 +57,7 @@ class Staging:
         """Pack ``plan`` and copy it to the device; ``pad_to`` pads a pure decode step to a bucket with idle rows, ``routed`` adds what routing needs."""
         assert len(plan.table_writes) <= self.max_writes, "the runner applies larger sets of writes beforehand"
         fields = _pack(plan, pad_to, self._columns, self._columns * self._max_rows)
-        fields += _pack_routing(plan, pad_to) if routed else (_NOTHING, _NOTHING)
+        fields += _pack_routing(plan, pad_to) if routed else (_NOTHING, _NOTHING, _NOTHING)
         self._turn = (self._turn + 1) % _RING
         host = self._host[self._turn]
         flat = host.numpy()
@@ -123,14 +124,13 @@ def _pack(plan: StepPlan, pad_to: int | None, columns: int, trash: int) -> tuple
 _NOTHING = np.zeros(0, dtype=np.int32)
 
 
-def _pack_routing(plan: StepPlan, pad_to: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Number of the request and 1 for rows that have to run every layer; 0 for padding."""
+def _pack_routing(plan: StepPlan, pad_to: int | None) -> tuple[np.ndarray, ...]:
+    """Number of the request, 1 for rows that have to run every layer, 1 for rows of a prompt; 0 for padding."""
     chunks = plan.decodes + plan.prefills
     lengths = [c.num_tokens for c in chunks]
     idle = 0 if pad_to is None else pad_to - sum(lengths)
-    columns = ([c.number for c in chunks], [not c.routed for c in chunks])
-    ids, forced = (np.pad(np.repeat(np.array(values, dtype=np.int32), lengths), (0, idle)) for values in columns)
-    return ids, forced
+    columns = ([c.number for c in chunks], [not c.routed for c in chunks], [c.is_prompt for c in chunks])
+    return tuple(np.pad(np.repeat(np.array(values, dtype=np.int32), lengths), (0, idle)) for values in columns)
 
 
 def prefill_tiles(prefills: tuple[Chunk, ...]) -> tuple[np.ndarray, np.ndarray]:
