@@ -11,6 +11,7 @@ import torch
 from depthfx.alloc.manager import MemoryManager
 from depthfx.records import SamplingParams
 from depthfx.runtime.engine import Engine
+from depthfx.runtime.routes import RouteLog
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.scheduler import Scheduler
 from tests.families.configs import VOCABULARY
@@ -62,10 +63,12 @@ def engine_over(
     shape = replace(runner.shape, num_blocks=kv_blocks, num_table_rows=max_batch_size + 1, max_batch_tokens=max_batch_tokens)
     manager = MemoryManager(kv_blocks, tokens, max_batch_size + 1, columns, prefix_reuse)
     scheduler = Scheduler(manager, max_batch_size, max_batch_tokens, max_chunk_tokens, columns * tokens)
-    own = Runner(runner.program, shape, runner.device, buckets)
+    scheduler.route_reads = compiled.engine._scheduler.route_reads
+    own = Runner(runner.program, shape, runner.device, buckets, routed=runner.routed)
     if buckets:
         own.graphs.capture()
-    return Engine(scheduler, own, shape.vocab_size, lookahead, check=True, layers=compiled.engine.layers)
+    routes = None if runner.routed is None else RouteLog(runner.routed.routed_layers, compiled.engine.routes.default)
+    return Engine(scheduler, own, shape.vocab_size, lookahead, check=True, layers=compiled.engine.layers, routes=routes)
 
 
 def run_staggered(engine: Engine, rows: list[list[int]], every: int = 2, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
