@@ -1,6 +1,6 @@
 """Layer skipping on one device: cost of routing, time saved in decode and prefill, cost of a skipped row, cohort products against cuBLAS.
 
-``python3 benchmarks/depth.py [--parts steps one big rows prefill]`` from the root of the repository. To try it on a CPU:
+``python3 benchmarks/depth.py [--parts steps one big rows prefill map]`` from the root of the repository. To try it on a CPU:
 ``--shape smollm2 --layers 4 --no-inductor --kv-blocks 64 --context 32 --big-context 64 --prompt 48 --batches 1 4 --big-batch 4``.
 The last half of the layers is routed by a hash of request and position (RandomSkip) whose limit is a tensor, so that one compiled model
 serves every share. Decode steps are timed as replays of captured graphs over block tables of distinct blocks; on a CPU as eager steps.
@@ -10,6 +10,7 @@ Results go to $OUT, or to benchmarks/results/.
     one        one row that skips half of the routed layers
     big        many rows with a long context, half of them skip half of the routed layers; share of the ideal saving (bytes not read)
     rows       what a skipped row of a routed layer costs against one that runs it, and a step with all of them skipped
+    map        a picture of every decision of one generation
     prefill    one long prompt, three quarters of the rows skip three quarters of the routed layers; share of the ideal saving (products not made)
 """
 
@@ -21,6 +22,7 @@ import time
 from typing import Any
 
 import common
+import plots
 import torch
 
 import depthfx
@@ -29,12 +31,13 @@ from depthfx.records import Chunk, SamplingParams, StepPlan
 from depthfx.skippers import make_skipper
 from depthfx.skippers.policies.random_skip import MODULUS, hash_of
 
-PARTS = ("steps", "one", "big", "rows", "prefill")
+PARTS = ("steps", "one", "big", "rows", "prefill", "map")
 COLUMNS = {
     "steps": ["batch", "context", "dense ms", "routed ms", "overhead %"],
     "one": ["skipped layers", "dense ms", "routed ms", "saved %"],
     "big": ["batch", "context", "dense ms", "routed ms", "saved %", "ideal %", "of ideal %"],
     "rows": ["batch", "context", "all run ms", "all skip ms", "run us a layer", "skip us a layer", "skip/run %"],
+    "map": ["tokens", "skipped %", "digest"],
     "prefill": ["tokens", "dense ms", "routed ms", "nothing skipped ms", "saved %", "ideal %", "of ideal %"],
 }
 Rows_ = list[dict[str, Any]]
@@ -68,9 +71,10 @@ class Bench:
             self.model, skipper=skipper, weights=args.weights, inductor=not args.no_inductor, kv_blocks=args.kv_blocks,
             max_batch_size=max(*args.batches, args.big_batch), max_model_len=args.max_len,
         )  # fmt: skip
-        print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
+        seconds = {k: round(v, 1) for k, v in self.model._depthfx.report.seconds.items() if v > 0.5}
+        print(f"compiled in {time.perf_counter() - start:.1f} s: {seconds}", flush=True)
         self.runner = self.model.engine._runner
-        self.places = len(skipper.layers)
+        self.layers, self.places = skipper.layers, len(skipper.layers)
         self.config = config
 
     def skip(self, share: float, depth: float) -> None:
@@ -231,6 +235,20 @@ def prefill(bench: Bench, args: argparse.Namespace) -> Rows_:
     ]
 
 
+def depth_map(bench: Bench, args: argparse.Namespace) -> Rows_:
+    """Prompt and answer of one request, half of the rows skip three quarters of the routed layers."""
+    bench.skip(0.5, 0.75)
+    engine = bench.model.engine
+    engine.routes.record()
+    prompt = torch.randint(10, bench.config.vocab_size - 10, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    for _ in engine.stream(prompt, SamplingParams(max_new_tokens=80), request_id="map"):
+        pass
+    actions = engine.routes.depth_map("map")
+    path = common.write_results(f"depth-{args.shape}", [], bench.device).with_suffix(".png")
+    plots.draw_depth(actions, bench.layers, len(prompt), path, f"{args.shape}, random skips")
+    return [{"tokens": actions.shape[1], "skipped %": 100 * float((actions == 0).float().mean()), "digest": engine.routes.digest("map")}]
+
+
 def parse_arguments() -> argparse.Namespace:
     """Arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,7 +271,7 @@ def main() -> None:
     """Run the parts that were asked for, show and keep their tables."""
     args = parse_arguments()
     bench = Bench(args)
-    functions = {"steps": steps, "one": one, "big": big, "rows": rows_cost, "prefill": prefill}
+    functions = {"steps": steps, "one": one, "big": big, "rows": rows_cost, "prefill": prefill, "map": depth_map}
     found: Rows_ = []
     for part in args.parts:
         rows = functions[part](bench, args)

@@ -86,3 +86,29 @@ def draw_memory(samples: list[Any], path: Path, title: str = "Owners of the memo
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def draw_depth(actions: Any, layers: tuple[int, ...], num_prompt: int, path: Path, title: str = "Layers of each token") -> None:
+    """Write a PNG of one request's decisions: int8 ``[places, tokens]`` as ``engine.routes.depth_map`` gives it, the prompt's end as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    colours = ["#ffffff", _COLOURS[4], _COLOURS[0]]  # not routed, Project-Only, RUN
+    figure, axes = plt.subplots(figsize=(max(6.5, 1.5 + actions.shape[1] / 16), max(2.2, 1 + 0.16 * len(layers))), dpi=120)
+    axes.imshow(actions.numpy(), cmap=ListedColormap(colours), vmin=-1, vmax=1, aspect="auto", interpolation="nearest", origin="lower")
+    axes.axvline(num_prompt - 0.5, color="black", linewidth=0.8)
+    axes.set_yticks(range(0, len(layers), max(1, len(layers) // 8)), [str(i) for i in layers[:: max(1, len(layers) // 8)]])
+    axes.set_ylabel("routed layer")
+    axes.set_xlabel("token; the line is the end of the prompt")
+    share = float((actions == 0).sum()) / max(1, int((actions >= 0).sum()))
+    axes.set_title(f"{title}: {100 * share:.0f} % skipped", fontsize=10)
+    labels = ("not routed", "Project-Only", "RUN")
+    handles = [Patch(facecolor=c, edgecolor="#8d99ae", label=text) for c, text in zip(colours, labels, strict=True)]
+    axes.legend(handles=handles, fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.28))
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
