@@ -230,6 +230,10 @@ def _build_runner(
         with report.timed("capture graphs"):
             runner.graphs.capture()
         report.add("compiled", f"CUDA graphs of decode steps for batch sizes {', '.join(map(str, runner.graphs.buckets))}")
+    if program.routed is not None:
+        report.add(
+            "depth", f"cohorts: {'in place in captured graphs, ' if buckets else ''}gathered, with counts read by the host, in other steps"
+        )
     return runner
 
 

@@ -32,9 +32,11 @@ def form_cohorts(gm: fx.GraphModule, ctx: PassContext) -> None:
         return
     inputs = {n.name: n for n in gm.graph.nodes if n.op == "placeholder"}
     partition: fx.Node | None = None
+    fused = 0
     for place, index in enumerate(ctx.skipper.layers):
         layer = _Layer(gm, ctx, ctx.layers[index], inputs, place)
         partition, result = layer.form(partition)
+        fused += layer.queries_are_shared
         ctx.layers = [replace(s, hidden_in=result) if s.hidden_in is layer.route else s for s in ctx.layers]
     _share_decisions(gm)
     names = {type(p).__name__ for p in ctx.skipper.policies}, {type(p).__name__ for p in ctx.skipper.projectors}
@@ -43,6 +45,8 @@ def form_cohorts(gm: fx.GraphModule, ctx: PassContext) -> None:
         f"layers {', '.join(map(str, ctx.skipper.layers))} are routed by {' and '.join(sorted(names[0]))}; skipped rows get their K and V and "
         f"{' or '.join(sorted(names[1]))}, gate {ctx.skipper.gate}",
     )
+    if fused:
+        ctx.report.add("depth", f"{fused} routed layers compute queries of all rows: one weight holds them with keys and values")
 
 
 class _Layer:
@@ -66,6 +70,7 @@ class _Layer:
         out, skipped, actions, weight, _ = self.route.args
         assert isinstance(out, fx.Node) and isinstance(skipped, fx.Node) and isinstance(actions, fx.Node)
         shared = self._needed([self.append])
+        self.queries_are_shared = any(n.target is F.linear for n in self._needed([self.attend.args[0]]) & shared)
         if isinstance(weight, fx.Node):
             out, weight = self._scale_mlp(out, weight)
         policy = self._needed([n for n in (actions, weight) if isinstance(n, fx.Node)]) - shared
@@ -90,13 +95,13 @@ class _Layer:
         self._order(merge, [all_rows - policy, policy, {partition, choice}, in_run, in_project])
         return partition, result
 
-    def _needed(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
+    def _needed(self, ends: Iterable[object]) -> set[fx.Node]:
         """All nodes of the layer that ``ends`` follow from, and these."""
         found: set[fx.Node] = set()
         pending = list(ends)
         while pending:
             node = pending.pop()
-            if node in self.inside and node not in found:
+            if isinstance(node, fx.Node) and node in self.inside and node not in found:
                 found.add(node)
                 pending.extend(node.all_input_nodes)
         return found
