@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 # Colours that stay apart in print and for colour-blind readers; depthfx always has the first one.
-_COLOURS = ["#0b6e4f", "#8d99ae", "#c8553d", "#6d597a", "#e9c46a", "#3d5a80"]
+COLOURS = ["#0b6e4f", "#8d99ae", "#c8553d", "#6d597a", "#e9c46a", "#3d5a80"]
 
 
 def bars(path: Path, title: str, unit: str, rows: list[dict[str, Any]], group: str, value: str, floor: float | None = None) -> None:
@@ -25,7 +25,7 @@ def bars(path: Path, title: str, unit: str, rows: list[dict[str, Any]], group: s
         found = {g: [r[value] for r in rows if r["arm"] == arm and r[group] == g] for g in groups}
         places = [i + (number - (len(arms) - 1) / 2) * width for i, g in enumerate(groups) if found[g]]
         heights = [sum(v) / len(v) for v in (found[g] for g in groups) if v]
-        drawn = axes.bar(places, heights, width * 0.92, label=arm, color=_COLOURS[number % len(_COLOURS)])
+        drawn = axes.bar(places, heights, width * 0.92, label=arm, color=COLOURS[number % len(COLOURS)])
         axes.bar_label(drawn, labels=[f"{h:,.4g}" for h in heights], fontsize=7, padding=2)
     if floor is not None:
         axes.axhline(floor, color="black", linewidth=0.8, linestyle="--", label="weights at copy bandwidth")
@@ -40,7 +40,7 @@ def bars(path: Path, title: str, unit: str, rows: list[dict[str, Any]], group: s
 
 
 # Owners of the memory that KV and residuals share, from the bottom up: field of the sample, label, colour.
-_OWNERS = (
+OWNERS = (
     ("kv_held_bytes", "KV, held", "#c8553d"),
     ("kv_cached_bytes", "KV, cached prefixes", "#e9c46a"),
     ("kv_free_bytes", "KV, free", "#e5e5e5"),
@@ -65,16 +65,16 @@ def draw_memory(samples: list[Any], path: Path, title: str = "Owners of the memo
     figure, (memory, layers, requests) = plt.subplots(
         3, 1, figsize=(8, 6.5), dpi=120, sharex=True, gridspec_kw={"height_ratios": [3, 1, 1.4]}
     )
-    owners = [[getattr(s, name) / 2**30 for s in samples] for name, _, _ in _OWNERS]
-    memory.stackplot(times, owners, labels=[o[1] for o in _OWNERS], colors=[o[2] for o in _OWNERS], step="post")
+    owners = [[getattr(s, name) / 2**30 for s in samples] for name, _, _ in OWNERS]
+    memory.stackplot(times, owners, labels=[o[1] for o in OWNERS], colors=[o[2] for o in OWNERS], step="post")
     memory.set_ylabel("GiB")
     memory.set_title(textwrap.fill(title, 90), fontsize=10)
-    layers.fill_between(times, [s.num_full_entries for s in samples], step="post", color=_COLOURS[0], linewidth=0)
+    layers.fill_between(times, [s.num_full_entries for s in samples], step="post", color=COLOURS[0], linewidth=0)
     layers.set_ylabel("layers in full\nprecision")
-    requests.step(times, [s.num_running for s in samples], where="post", label="running", color=_COLOURS[5])
-    requests.step(times, [s.num_waiting for s in samples], where="post", label="waiting", color=_COLOURS[2])
+    requests.step(times, [s.num_running for s in samples], where="post", label="running", color=COLOURS[5])
+    requests.step(times, [s.num_waiting for s in samples], where="post", label="waiting", color=COLOURS[2])
     first = samples[0].num_preemptions
-    requests.step(times, [s.num_preemptions - first for s in samples], where="post", label="preemptions so far", color=_COLOURS[1])
+    requests.step(times, [s.num_preemptions - first for s in samples], where="post", label="preemptions so far", color=COLOURS[1])
     requests.set_ylabel("requests")
     requests.set_xlabel("seconds")
     for axes in (memory, layers, requests):
@@ -97,7 +97,7 @@ def draw_depth(actions: Any, layers: tuple[int, ...], num_prompt: int, path: Pat
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    colours = ["#ffffff", _COLOURS[4], _COLOURS[0]]  # not routed, Project-Only, RUN
+    colours = ["#ffffff", COLOURS[4], COLOURS[0]]  # not routed, Project-Only, RUN
     figure, axes = plt.subplots(figsize=(max(6.5, 1.5 + actions.shape[1] / 16), max(2.2, 1 + 0.16 * len(layers))), dpi=120)
     axes.imshow(actions.numpy(), cmap=ListedColormap(colours), vmin=-1, vmax=1, aspect="auto", interpolation="nearest", origin="lower")
     axes.axvline(num_prompt - 0.5, color="black", linewidth=0.8)

@@ -1,0 +1,314 @@
+"""Requests that arrive one by one in real time: latency, SLO attainment and capacity of several ways to serve the same work.
+
+``python3 benchmarks/load.py --arms static-fp16 elastic --arrivals gamma --cv 2 --rates 2 4 8 --requests 500`` from the root of the repository.
+Arms are the table of `benchmarks/load_arms.py`; the first one named is the baseline of the paired changes. To try it on a CPU:
+``--shape smollm2 --layers 2 --kv-blocks 64 --unit-mib 0.25 --max-batch 8 --max-len 512 --no-inductor --requests 8 --rates 4
+--input-tokens fixed:24 --output-tokens fixed:8 --base-batch 2 --base-context 32 --base-steps 12 --repeats 2``.
+Results go to $OUT, or to benchmarks/results/.
+
+    arrivals   poisson, gamma (--cv), or the CSV file of a trace, played so that its mean rate is the one of --rates or --factors
+    lengths    those of the trace; --lengths with a benchmark file (.jsonl like GSM8K, .json like BBH) behind --examples; or distributions
+    work       matched: each request produces the tokens that it asks for, end tokens ignored; natural: it may end earlier
+    SLO        TTFT at most --slo-ttft seconds and no gap between tokens above --slo-gaps x T_base. T_base: p99 of the decode steps of
+               32 requests with contexts of 4k on weights of 16 bits (--base-batch, --base-context, --base-stat), the same for all arms
+    capacity   --capacity LOW HIGH: highest rate at which --share of the requests attain the SLO, by bisection down to --resolution
+    repeats    each with a seed of its own; the order of the arms alternates, and each change of arm compiles anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import common
+import load_arms
+import load_plots
+import numpy as np
+import torch
+from load_drive import Limits, Run, replay
+from load_metrics import LATENCIES, Slo, aggregate, attainment, find_capacity, in_window, summarise
+from load_workload import (
+    Ask,
+    Job,
+    benchmark_asks,
+    clamp,
+    draw_lengths,
+    gamma_arrivals,
+    mean_rate,
+    random_asks,
+    read_trace,
+    scaled,
+)
+
+GIB = 1 << 30
+COLUMNS = ["arm", "rate", "repeat", "finished", "tokens/s", "requests/s", "mean E2E s", "p99 E2E s", "mean TTFT s", "p99 TTFT s", "mean TPOT ms",
+           "p99 largest gap ms", "SLO %", "full %", "transitions", "num_preemptions", "lent GiB", "num_restores", "skip share", "stopped"]  # fmt: skip
+# Figures that are averaged over repeats, with intervals and paired changes.
+METRICS = ["tokens/s", "requests/s", "SLO %", "makespan s", "full %", "num_preemptions", "skip share"]
+METRICS += [f"{what} {name}" for name, _, _ in LATENCIES for what in ("mean", "p50", "p90", "p99")]
+Rows = list[dict[str, Any]]
+
+
+class Workload:
+    """What the repeats of a command ask for: asks and arrivals by seed, the same for every arm."""
+
+    def __init__(self, args: argparse.Namespace, model: Any) -> None:
+        self.args, self.vocabulary = args, model.config.vocab_size
+        self.tokenize, self.tokenizer = load_arms.load_tokenizer(args, self.vocabulary)
+        is_trace = args.arrivals not in ("poisson", "gamma")
+        self.trace = read_trace(Path(args.arrivals), args.first, args.requests) if is_trace else None
+        if self.trace is None and args.factors:
+            raise SystemExit("--factors needs a trace; give --rates for --arrivals poisson or gamma")
+        natural = mean_rate([r.arrival_s for r in self.trace]) if self.trace else 0.0
+        self.rates = [f * natural for f in args.factors] if args.factors else args.rates or ([natural] if self.trace else [])
+        self.recorded = json.loads(Path(args.output_lengths).read_text()) if args.output_lengths else None
+        self.num_cut = 0
+
+    def asks(self, repeat: int) -> list[Ask]:
+        """Prompts and output lengths of one repeat."""
+        args = self.args
+        rng = np.random.default_rng([args.seed + repeat, 1])
+        output_tokens = args.output_tokens
+        if args.lengths is not None:
+            examples = Path(args.examples) if args.examples else None
+            asks = benchmark_asks(Path(args.lengths), examples, self.tokenize, args.requests, rng)
+        elif self.trace is not None and args.input_tokens is None:
+            inputs, outputs = [r.input_tokens for r in self.trace], [r.output_tokens for r in self.trace]
+            asks = random_asks(inputs, outputs, self.vocabulary, rng, args.shared_prefix)
+        else:
+            inputs = draw_lengths(args.input_tokens or "fixed:512", args.requests, rng)
+            asks = random_asks(inputs, [1] * len(inputs), self.vocabulary, rng, args.shared_prefix)
+            output_tokens = output_tokens or "fixed:128"
+        lengths = self.recorded[str(repeat)] if self.recorded else None
+        if output_tokens is not None:
+            lengths = draw_lengths(output_tokens, len(asks), rng)
+        if lengths is not None:
+            asks = [Ask(a.prompt, n) for a, n in zip(asks, lengths, strict=True)]
+        asks, self.num_cut = clamp(asks, args.max_input, args.max_output)
+        return [Ask(a.prompt, args.max_output) for a in asks] if args.work == "natural" else asks
+
+    def jobs(self, asks: list[Ask], rate: float, repeat: int) -> list[Job]:
+        """Asks with their arrivals at a mean ``rate``."""
+        if self.trace is not None:
+            arrivals = scaled([r.arrival_s for r in self.trace], rate)
+        else:
+            cv = 1.0 if self.args.arrivals == "poisson" else self.args.cv
+            arrivals = gamma_arrivals(len(asks), rate, cv, self.args.seed + repeat)
+        return [Job(i, a, ask) for i, (a, ask) in enumerate(zip(arrivals, asks, strict=True))]
+
+
+class Bench:
+    """One command: its arms in turn, its rows, and what the picture shows."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, common.default_device()
+        torch.zeros(1, device=self.device)  # PyTorch's context first
+        self.slo, base = self._slo()
+        self.rows: Rows = [{"kind": "SLO", **asdict(self.slo), "T_base": base}]
+        self.series: dict[str, dict[str, Any]] = {}
+        self.lengths: dict[str, list[int]] = {}
+        self.workload: Workload | None = None
+        self._model: Any = None
+        self._name = ""
+
+    def _slo(self) -> tuple[Slo, dict[str, float]]:
+        args = self.args
+        if args.t_base_ms is not None:
+            base = {"given": args.t_base_ms / 1e3}
+            return Slo(args.slo_ttft, args.slo_gaps * base["given"]), base
+        base = load_arms.base_time(args, self.device)
+        common.release()
+        print(f"T_base {base[args.base_stat] * 1e3:.3f} ms ({args.base_stat} of {base['n']} steps)", flush=True)
+        return Slo(args.slo_ttft, args.slo_gaps * base[args.base_stat]), base
+
+    def arm(self, name: str) -> Any:
+        """The compiled model of an arm, which takes the place of the one before."""
+        if self._name != name:
+            self.close()
+            self._model, self._name = load_arms.build(name, self.args, self.device), name
+            self.workload = self.workload or Workload(self.args, self._model)
+            load_arms.warm_up(self._model, self.workload.asks(0)[: min(16, self.args.max_batch)])
+        return self._model
+
+    def close(self) -> None:
+        """Give the present arm's memory back."""
+        if self._model is not None:
+            self._model.engine.close()
+        self._model, self._name = None, ""
+        common.release()
+
+    def run(self, name: str, asks: list[Ask], rate: float, repeat: int, limits: Limits) -> dict[str, Any]:
+        """One run of an arm at a rate, as a row."""
+        model = self.arm(name)
+        load_arms.reset(model)
+        assert self.workload is not None
+        jobs = self.workload.jobs(asks, rate, repeat)
+        timeline = model.engine.timeline()
+        eos = _eos(model) if self.args.work == "natural" else ()
+        run = replay(model.engine, jobs, eos, limits)
+        window = (self.args.lead_in, jobs[-1].arrival_s)
+        if not in_window(run.requests, window):
+            raise SystemExit(
+                f"--lead-in {self.args.lead_in} s is after the last arrival at {window[1]:.3f} s; lower it, or give more --requests"
+            )
+        row = {"arm": name, "rate": rate, "repeat": repeat, **summarise(run.requests, window, self.slo), **_counted(run)}
+        row |= {"stopped": run.stopped, "cut asks": self.workload.num_cut}
+        self._keep(name, rate, run, model, timeline[-1].time_s if timeline else None)
+        if self.args.work == "natural" and name == self.args.arms[0]:
+            self.lengths.setdefault(str(repeat), [len(r.token_s) for r in run.requests])
+        common.print_table([row], [c for c in COLUMNS if row.get(c) is not None])
+        row["attained"] = attainment(in_window(run.requests, window), self.slo)
+        return row
+
+    def _keep(self, name: str, rate: float, run: Run, model: Any, begun: float | None) -> None:
+        """The course of the run at the highest rate, for the picture."""
+        if rate < self.series.get(name, {"rate": 0.0})["rate"]:
+            return
+        memory = [] if begun is None else [s for s in model.engine.timeline() if s.time_s >= begun]
+        lends = hasattr(model.engine.control, "shared")
+        self.series[name] = {"rate": rate, "samples": run.samples, "memory": memory if lends else []}
+
+    def write(self) -> Path:
+        """All rows so far, with averages over repeats; returns the path without its ending."""
+        base = self.args.arms[0]
+        runs = [r for r in self.rows if r["kind"] == "run"]
+        means = [{"kind": "mean", **r} for r in aggregate(runs, ("arm", "rate"), METRICS, base)]
+        capacities = [r for r in self.rows if r["kind"] == "capacity" and r["status"] == "found"]
+        means += [{"kind": "mean capacity", **r} for r in aggregate(capacities, ("arm",), ["capacity/s"], base)]
+        series = [
+            {"kind": "series", "arm": n, "rate": s["rate"], "samples": [asdict(x) for x in load_plots.thinned(s["samples"])]}
+            for n, s in self.series.items()
+        ]  # fmt: skip
+        return common.write_results(f"load-{self.args.name}", self.rows + means + series, self.device)
+
+
+def _eos(model: Any) -> tuple[int, ...]:
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        raise SystemExit("--work natural needs a model with an end token; random weights have none: give --model, or --work matched")
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def _counted(run: Run) -> dict[str, Any]:
+    """Shares of time by mode, and the engine's counters."""
+    seconds = sum(run.mode_s.values())
+    row: dict[str, Any] = {f"{mode} %": run.mode_s.get(mode, 0.0) / seconds * 100 for mode in ("full", "mixed", "fast")}
+    row |= {"transitions": run.transitions, **run.counters, "peak KV %": max(s.held_blocks / s.open_blocks for s in run.samples) * 100}
+    if "lent_bytes" in row:
+        row["lent GiB"] = row["lent_bytes"] / GIB
+    return row
+
+
+def sweep(bench: Bench, name: str, repeat: int) -> None:
+    """All rates, lowest first."""
+    bench.arm(name)
+    assert bench.workload is not None
+    asks = bench.workload.asks(repeat)
+    for rate in sorted(bench.workload.rates):
+        bench.rows.append({"kind": "run", **bench.run(name, asks, rate, repeat, Limits(seconds=bench.args.limit_s))})
+
+
+def capacity(bench: Bench, name: str, repeat: int) -> None:
+    """Bisection; a run is given up once it cannot attain the share."""
+    args = bench.args
+    bench.arm(name)
+    assert bench.workload is not None
+    asks = bench.workload.asks(repeat)
+    limits = Limits(args.limit_s, bench.slo, args.share, args.lead_in)
+
+    def attains(rate: float) -> float:
+        row = bench.run(name, asks, rate, repeat, limits)
+        bench.rows.append({"kind": "capacity run", **row})
+        return row["attained"]
+
+    found = find_capacity(attains, *args.capacity, args.resolution, args.share)
+    row = {"kind": "capacity", "arm": name, "repeat": repeat, "capacity/s": found.rate, **asdict(found), "resolution": args.resolution}
+    print(f"{name}: capacity {found.rate:.3f}/s ({found.status}; fails at {found.fails_at})", flush=True)
+    bench.rows.append(row)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Arguments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    load_arms.add_options(parser)
+    parser.add_argument("--arrivals", default="poisson", metavar="poisson|gamma|TRACE.csv")
+    parser.add_argument("--cv", type=float, default=2.0, help="coefficient of variation of gamma gaps")
+    parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests a second")
+    parser.add_argument("--factors", type=float, nargs="+", default=[], help="instead: times the trace's own rate")
+    parser.add_argument("--requests", type=int, default=200, help="of one run; of a trace: the length of its window")
+    parser.add_argument("--first", type=int, default=0, help="first request of the trace's window")
+    parser.add_argument("--lengths", default=None, metavar="BENCHMARK")
+    parser.add_argument("--examples", default=None, metavar="FILE", help="shared by all prompts of --lengths")
+    parser.add_argument("--input-tokens", default=None, metavar="DIST", help="fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA")
+    parser.add_argument("--output-tokens", default=None, metavar="DIST", help="likewise; wins over trace and benchmark")
+    parser.add_argument("--output-lengths", default=None, metavar="JSON", help="lengths that --record-lengths kept")
+    parser.add_argument("--record-lengths", default=None, metavar="JSON", help="keep what the baseline produced in natural work")
+    parser.add_argument("--shared-prefix", type=int, default=0, help="tokens that random prompts share")
+    parser.add_argument("--max-input", type=int, default=None)
+    parser.add_argument("--max-output", type=int, default=None, help="in natural work: what every request may produce")
+    parser.add_argument("--work", choices=["matched", "natural"], default="matched")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument(
+        "--order", choices=["paired", "blocked"], default="paired", help="blocked: all repeats of an arm, then the next arm"
+    )
+    parser.add_argument("--lead-in", type=float, default=0.0, help="seconds before the measuring window")
+    parser.add_argument("--limit-s", type=float, default=None, help="longest run; what is not finished then misses the SLO")
+    parser.add_argument("--slo-ttft", type=float, default=2.0, help="seconds")
+    parser.add_argument("--slo-gaps", type=float, default=5.0, help="times T_base")
+    parser.add_argument("--t-base-ms", type=float, default=None, help="instead of measuring it")
+    parser.add_argument("--base-batch", type=int, default=32)
+    parser.add_argument("--base-context", type=int, default=4096)
+    parser.add_argument("--base-steps", type=int, default=200)
+    parser.add_argument("--base-stat", choices=["p99", "mean"], default="p99")
+    parser.add_argument("--capacity", type=float, nargs=2, default=None, metavar=("LOW", "HIGH"), help="requests a second")
+    parser.add_argument("--resolution", type=float, default=0.05, help="relative, of the capacity")
+    parser.add_argument("--share", type=float, default=0.9, help="that must attain the SLO")
+    parser.add_argument("--name", default="run", help="of the files: DATE-load-NAME")
+    args = parser.parse_args()
+    if args.work == "natural" and args.max_output is None:
+        parser.error("--work natural needs --max-output")
+    if not args.rates and not args.factors and args.capacity is None and args.arrivals in ("poisson", "gamma"):
+        parser.error("give --rates or --capacity")
+    return args
+
+
+def turns(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Arms and repeats in the order in which they run."""
+    if args.order == "blocked":
+        return [(name, repeat) for name in args.arms for repeat in range(args.repeats)]
+    return [(name, repeat) for repeat in range(args.repeats) for name in (args.arms if repeat % 2 == 0 else args.arms[::-1])]
+
+
+def main() -> None:
+    """Run, show and keep everything."""
+    args = parse_arguments()
+    bench = Bench(args)
+    parts: list[Callable[[Bench, str, int], None]] = [] if args.capacity and not (args.rates or args.factors) else [sweep]
+    parts += [capacity] if args.capacity else []
+    for name, repeat in turns(args):
+        for part in parts:
+            part(bench, name, repeat)
+            base = bench.write()  # after each part: a later one may fail
+    bench.close()
+    rows = json.loads(base.with_suffix(".json").read_text())["rows"]
+    means = [r for r in rows if r["kind"] == "mean"]
+    if means:
+        shown = ["arm", "rate", "repeats"]
+        for metric in ("tokens/s", "SLO %", "mean E2E s", "p99 TTFT s"):
+            shown += [metric, f"{metric} +-", *([f"{metric} vs {args.arms[0]} %"] if len(args.arms) > 1 else [])]
+        common.print_table(means, shown)
+    if args.record_lengths:
+        Path(args.record_lengths).write_text(json.dumps(bench.lengths))
+    assert bench.workload is not None
+    title = f"{args.model or args.shape}: {args.requests} requests, {Path(args.arrivals).stem} arrivals, {args.work} work"
+    load_plots.draw_load(base.with_suffix(".png"), title, means, bench.series, bench.slo.ttft_s)
+    print(f"prompts by {bench.workload.tokenizer if args.lengths else 'random ids'}; wrote {base}.json and .png")
+
+
+if __name__ == "__main__":
+    main()
