@@ -1,0 +1,3 @@
+"""Training a skipper, FlexiDepth's router and adapter in each routed layer, on a frozen Hugging Face model."""
+
+from __future__ import annotations
