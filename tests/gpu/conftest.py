@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-LONG = ("test_elastic.py", "test_kv_offload.py", "test_weight_offload.py", "test_engine.py")
+LONG = ("test_elastic.py", "test_routed.py", "test_kv_offload.py", "test_weight_offload.py", "test_engine.py")
 
 
 def pytest_collection_modifyitems(items):
