@@ -2,13 +2,15 @@
 
 A folder in Hugging Face's layout may hold the base model's tensors as well; they are left alone. In its config count: ``model_type``,
 the sizes, ``routing_layers`` (else the layers that have tensors), ``router_gate_mode``, ``router_reduction_factor`` and
-``proj_reduction_factor`` (16 where absent), ``mlp_bias`` (all six linears have a bias), ``router_head_bias_init`` (the head has one).
+``proj_reduction_factor`` (16 where absent), ``mlp_bias`` (all six linears have a bias), ``router_head_bias_init`` (the head has one) and
+``base_identity`` (hashes of the base's weights, written here). ``training`` is a record for people.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch import nn
 from depthfx.contracts import Skipper
 from depthfx.errors import CheckpointError, SkipperError
 from depthfx.lowering.tensor_files import SINGLE, TensorFiles, hf_files, open_file, read_json
+from depthfx.skippers.base_identity import base_identity, is_same_base
 from depthfx.skippers.model_shape import ModelShape, check_layers, shape_of
 from depthfx.skippers.policies.flexidepth import FlexiDepthRouter
 from depthfx.skippers.projectors.adapter import Adapter
@@ -46,10 +49,11 @@ class _Source:
         return default if value is None else value
 
 
-def load_flexidepth(path: Path, shape: ModelShape, gate_mode: str | None = None) -> Skipper:
+def load_flexidepth(path: Path, shape: ModelShape, gate_mode: str | None = None, model: Any = None) -> Skipper:
     """The skipper in ``path``, a folder or one safetensors file, in the model's dtype on its device; see :func:`load_skipper`."""
     source = _open(path)
     _check_config(source, shape)
+    _check_base(source, model)
     mode = _gate_mode(source, gate_mode)
     layers = _layers(source, shape)
     eps = float(source.say("rms_norm_eps", shape.norm_eps))
@@ -57,18 +61,25 @@ def load_flexidepth(path: Path, shape: ModelShape, gate_mode: str | None = None)
     return Skipper(layers, routers, adapters, GATES[mode], SAVED)  # type: ignore[arg-type]
 
 
-def save_flexidepth(skipper: Skipper, folder: str | Path, model: Any) -> None:
-    """Write ``skipper`` into ``folder`` (made if missing) under the names above: model.safetensors and config.json.
-
-    ``model`` is the Hugging Face model (or its config) that the skipper is for. Raises :class:`SkipperError` where it is no FlexiDepth.
-    """
-    shape, folder = shape_of(model), Path(folder)
-    tensors: dict[str, torch.Tensor] = {}
+def check_flexidepth(skipper: Skipper) -> None:
+    """Raises :class:`SkipperError` for a skipper of other parts than FlexiDepth's router and adapter, which no file can hold."""
     for i, router, adapter in zip(skipper.layers, skipper.policies, skipper.projectors, strict=True):
         if not isinstance(router, FlexiDepthRouter) or not isinstance(adapter, Adapter):
             raise SkipperError(
                 f"layer {i} has {type(router).__name__} and {type(adapter).__name__}; only policy flexidepth with projector adapter can be saved"
             )
+
+
+def save_flexidepth(skipper: Skipper, folder: str | Path, model: Any, training: Mapping[str, Any] | None = None) -> None:
+    """Write ``skipper`` into ``folder`` (made if missing) under the names above: model.safetensors and config.json.
+
+    ``model`` is the Hugging Face model (or its config) that the skipper is for; of a model the config keeps the weights' identity, by which
+    another is refused. ``training`` is a record that JSON can hold. Raises :class:`SkipperError` where it is no FlexiDepth.
+    """
+    shape, folder = shape_of(model), Path(folder)
+    check_flexidepth(skipper)
+    tensors: dict[str, torch.Tensor] = {}
+    for i, router, adapter in zip(skipper.layers, skipper.policies, skipper.projectors, strict=True):
         for prefix, module in (("router", router), ("router_proj", adapter)):
             for name, tensor in module.state_dict().items():
                 tensors[f"model.layers.{i}.{prefix}.{name}"] = tensor.detach().cpu().contiguous().clone()
@@ -83,6 +94,8 @@ def save_flexidepth(skipper: Skipper, folder: str | Path, model: Any) -> None:
     }  # fmt: skip
     if not all_biased and router.router_head.bias is not None:
         config["router_head_bias_init"] = 0.0
+    known = {"base_identity": base_identity(model), "training": training}
+    config.update({key: value for key, value in known.items() if value is not None})
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -129,6 +142,20 @@ def _check_config(source: _Source, shape: ModelShape) -> None:
     if force != "dynamic":
         raise SkipperError(
             f"{source.path}: router_force_mode {force!r} switches the router off; set it to dynamic, or make policy force_{force}"
+        )
+
+
+def _check_base(source: _Source, model: Any) -> None:
+    """The model's weights against the identity of those that the skipper was trained on, where both are known."""
+    stored = source.say("base_identity", None)
+    if stored is None:
+        return
+    if not isinstance(stored, dict) or any(not isinstance(v, str) for v in stored.values()):
+        raise SkipperError(f"{source.path}: base_identity is {stored!r}; expected an object of hashes, or none")
+    if not is_same_base(stored, model):
+        raise SkipperError(
+            f"{source.path} was trained on other weights than this model's (base_identity does not fit, by name, shape or value); load it for "
+            "its own base model, or delete base_identity from config.json to use it all the same"
         )
 
 

@@ -52,9 +52,10 @@ def load_skipper(path: str | Path, model: Any, gate_mode: str | None = None) -> 
     """The FlexiDepth skipper of a checkpoint, in the dtype and on the device of ``model`` (a Hugging Face model or its config).
 
     ``path`` is a folder in Hugging Face's layout or one safetensors file. ``gate_mode`` (released or ste_hard) is needed where no config
-    states it. Raises :class:`SkipperError` for anything that is wrong with the checkpoint or does not fit the model.
+    states it. Raises :class:`SkipperError` for anything that is wrong with the checkpoint or does not fit the model, other weights than those
+    it was trained on among it (where the checkpoint says which).
     """
     shape = shape_of(model)
-    skipper = move_to(load_flexidepth(Path(path), shape, gate_mode), shape)
+    skipper = move_to(load_flexidepth(Path(path), shape, gate_mode, model), shape)
     check_traces(skipper, shape.hidden_size, shape.dtype, shape.device)
     return skipper

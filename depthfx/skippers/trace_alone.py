@@ -22,12 +22,18 @@ class _LeavesDevice(RuntimeError):
     """An op took tensors of the rows' device to another one."""
 
 
-class _WatchDevice(TorchDispatchMode):
+class _WritesError(RuntimeError):
+    """An op writes into a tensor that exists already."""
+
+
+class _Watch(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            raise _WritesError(str(func))
         result = func(*args, **(kwargs or {}))
         if any(_on(t, self.device) for t in tree_leaves((args, kwargs))) and any(
             isinstance(t, torch.Tensor) and not _on(t, self.device) for t in tree_leaves(result)
@@ -43,8 +49,8 @@ def _on(value: Any, device: torch.device) -> bool:
 def trace_alone(module: nn.Module, args: tuple[Any, ...], device: torch.device, who: str) -> Any:
     """The result of ``module`` on ``args`` (tensors, or rows of them) as tensors without values on ``device``.
 
-    Raises :class:`SkipperError` that begins with ``who`` for a host read, a result whose shape depends on values, a tensor that is neither
-    parameter nor buffer, and whatever fails on shapes or dtypes.
+    Raises :class:`SkipperError` that begins with ``who`` for a host read, a result whose shape depends on values, a write into a tensor, one
+    that is neither parameter nor buffer, and whatever fails on shapes or dtypes.
     """
     mode = FakeTensorMode()
 
@@ -58,7 +64,7 @@ def trace_alone(module: nn.Module, args: tuple[Any, ...], device: torch.device, 
     try:
         with torch.no_grad(), mode:
             fakes = tuple(fake(a) for a in args)
-            with _WatchDevice(device):
+            with _Watch(device):
                 return functional_call(module, state, fakes)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise SkipperError(
@@ -66,6 +72,10 @@ def trace_alone(module: nn.Module, args: tuple[Any, ...], device: torch.device, 
         ) from error
     except _LeavesDevice as error:
         raise SkipperError(f"{who} copies rows to another device ({error}), which cannot be compiled into a step; {_ADVICE}") from error
+    except _WritesError as error:
+        raise SkipperError(
+            f"{who} writes into a tensor in place ({error}), which gets lost when the step is cut into cohorts; compute new tensors"
+        ) from error
     except AssertionError as error:
         if "FakeTensor" not in str(error):
             raise SkipperError(f"{who} cannot be traced: AssertionError: {error}") from error

@@ -1,3 +1,16 @@
 """Training a skipper, FlexiDepth's router and adapter in each routed layer, on a frozen Hugging Face model."""
 
 from __future__ import annotations
+
+from depthfx.skippers.train.evaluate import Evaluation, evaluate_skipper
+from depthfx.skippers.train.metrics import plot_metrics, read_metrics
+from depthfx.skippers.train.routing import routed_training
+from depthfx.skippers.train.sequences import Sequences, documents, make_sequences
+from depthfx.skippers.train.settings import RELEASED, STE_HARD, Stage, TrainSettings
+from depthfx.skippers.train.text_files import find_files, read_files, split_files
+from depthfx.skippers.train.trainer import TrainResult, train_skipper
+
+__all__ = [
+    "RELEASED", "STE_HARD", "Evaluation", "Sequences", "Stage", "TrainResult", "TrainSettings", "documents", "evaluate_skipper", "find_files",
+    "make_sequences", "plot_metrics", "read_files", "read_metrics", "routed_training", "split_files", "train_skipper",
+]  # fmt: skip

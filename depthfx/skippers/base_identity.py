@@ -1,0 +1,60 @@
+"""Whether a model is the one that a skipper was trained on: hashes over a sample of all its weights.
+
+64 evenly spaced elements of each weight count, with the weight's name and shape, once rounded to each of FP32, BF16 and FP16. So a model
+that is loaded in another dtype than the skipper's base is still known: rounded alike, both give one hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from depthfx.lowering.nested_linear import NestedLinear
+
+_SAMPLES = 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def base_identity(model: Any) -> dict[str, str] | None:
+    """``dtype`` of the model and a hash for each dtype's name; None for a config alone, or for weights without values."""
+    if not isinstance(model, nn.Module):
+        return None
+    found = {name: hashlib.sha256() for name in map(_name, _DTYPES)}
+    samples: list[torch.Tensor] = []
+    for name, weight in sorted(_weights(model).items()):
+        if weight.is_meta:
+            return None
+        for digest in found.values():
+            digest.update(f"{name} {tuple(weight.shape)};".encode())
+        places = torch.linspace(0, weight.numel() - 1, min(_SAMPLES, weight.numel()), dtype=torch.float64).long()
+        samples.append(weight.detach().flatten()[places.to(weight.device)].float())
+    if not samples:
+        return None
+    values = torch.cat([s.to(samples[0].device) for s in samples]).cpu()
+    for dtype in _DTYPES:
+        found[_name(dtype)].update(values.to(dtype).float().numpy().tobytes())
+    return {"dtype": _name(getattr(model, "dtype", torch.float32)), **{name: digest.hexdigest() for name, digest in found.items()}}
+
+
+def is_same_base(stored: Mapping[str, str], model: Any) -> bool:
+    """Whether ``model`` has the weights of which ``stored`` is the identity; True where either cannot tell."""
+    mine = base_identity(model)
+    if mine is None:
+        return True
+    return any(mine.get(dtype) == stored.get(dtype, "") for dtype in (stored.get("dtype", ""), mine["dtype"]) if dtype)
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if isinstance(module, NestedLinear):
+            found[f"{name}.weight"] = module.weight
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
