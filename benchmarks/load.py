@@ -170,7 +170,7 @@ class Bench:
             return
         memory = [] if begun is None else [s for s in model.engine.timeline() if s.time_s >= begun]
         lends = hasattr(model.engine.control, "shared")
-        self.series[name] = {"rate": rate, "samples": run.samples, "memory": memory if lends else []}
+        self.series[name] = {"rate": rate, "samples": run.samples, "memory": memory if lends else [], "memory_begun": begun}
 
     def write(self) -> Path:
         """All rows so far, with averages over repeats; returns the path without its ending."""

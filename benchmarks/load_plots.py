@@ -54,7 +54,9 @@ def draw_load(path: Path, title: str, means: list[dict[str, Any]], series: dict[
     _skipped(skipped, series, colours)
     for axes in (latency, occupancy, memory, skipped):
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
+        if axes is memory and axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7, loc="upper center", ncols=5, bbox_to_anchor=(0.5, -0.1), frameon=False)
+        elif axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7, frameon=False)
     figure.suptitle(textwrap.fill(title, 140), fontsize=11)
     figure.tight_layout()
@@ -74,7 +76,9 @@ def _latency(axes: Any, means: list[dict[str, Any]], colours: dict[str, str], sl
     for arm, colour in colours.items():
         for metric, style in (("mean E2E s", "-o"), ("p99 TTFT s", "--s")):
             rows = sorted((r for r in means if r["arm"] == arm and r.get(metric) is not None), key=lambda r: r["rate"])
-            rates, values, widths = [r["rate"] for r in rows], [r[metric] for r in rows], [r[f"{metric} +-"] or 0.0 for r in rows]
+            rates, values = [r["rate"] for r in rows], [r[metric] for r in rows]
+            above = [r[f"{metric} +-"] or 0.0 for r in rows]
+            widths = ([min(w, 0.9 * v) for w, v in zip(above, values)], above)  # a logarithmic axis has no place for 0
             axes.errorbar(rates, values, widths, fmt=style, color=colour, capsize=2, markersize=3, linewidth=1.2, label=f"{arm}, {metric}")
     axes.axhline(slo_ttft_s, color="black", linewidth=0.8, linestyle=":", label="SLO of TTFT")
     axes.set_yscale("log")
@@ -109,12 +113,12 @@ def _memory(axes: Any, series: dict[str, dict[str, Any]]) -> None:
     if arm is None:
         return _none(axes, "no arm of this run lends memory")
     samples = thinned(series[arm]["memory"])
-    times = [s.time_s - samples[0].time_s for s in samples]
+    times = [s.time_s - series[arm]["memory_begun"] for s in samples]  # of a long run the engine keeps the end alone
     owners = [[getattr(s, name) / 2**30 for s in samples] for name, _, _ in OWNERS]
     axes.stackplot(times, owners, labels=[o[1] for o in OWNERS], colors=[o[2] for o in OWNERS], step="post")
     axes.set_xlabel("seconds")
     axes.set_ylabel("GiB")
-    axes.margins(x=0)
+    axes.set_xlim(0, times[-1])
     axes.set_title(f"Owners of the memory that KV and residuals share: {arm}, {series[arm]['rate']:.3g}/s", fontsize=9)
     return None
 

@@ -1,0 +1,62 @@
+"""The whole script on a CPU: a trace, an arm that lends and skips against a plain one, rates and capacity, report and picture."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from depthfx import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = """--shape smollm2 --layers 2 --kv-blocks 10 --unit-mib 0.25 --max-batch 8 --max-len 128 --no-inductor --base-batch 2 --base-context 24
+--base-steps 6 --base-stat mean --slo-gaps 1000 --slo-ttft 1000""".split()
+
+
+def run(tmp_path, *options):
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)  # the CPU's own kernels are twenty times faster
+    command = [sys.executable, "-m", "depthfx", "bench", "load", *TINY, *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*-load-*.json")
+    return json.loads(path.read_text())["rows"], path.with_suffix(".png"), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_arms_under_load(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{i // 4},{20 + i},{13 + i % 3}\n" for i in range(8)))
+    arms = ["static-fp16", "elastic+routed"]
+    options = "--factors 4 --requests 8 --capacity 4 8 --resolution 0.5 --skip-rate 0.5 --skip-depth 1".split()
+    rows, picture, printed = run(tmp_path, "--arrivals", str(trace), "--arms", *arms, *options)
+    (slo,) = (r for r in rows if r["kind"] == "SLO")
+    assert slo["gap_s"] == pytest.approx(1000 * slo["T_base"]["mean"])
+    plain, elastic = (r for r in rows if r["kind"] == "run")
+    assert [plain["arm"], elastic["arm"]] == arms
+    for row in (plain, elastic):
+        assert row["rate"] == pytest.approx(28.0)  # seven gaps in one second, four times as fast
+        assert row["finished"] == row["requests"] == 8
+        assert row["output tokens"] == sum(13 + i % 3 for i in range(8))
+        assert row["SLO %"] == 100.0
+        assert row["full %"] + row["mixed %"] + row["fast %"] == pytest.approx(100.0)
+        assert 0 < row["mean TTFT s"] < row["mean E2E s"] <= row["p99 E2E s"]
+    assert (plain["full %"], plain["transitions"]) == (100.0, 0)
+    assert plain["peak KV %"] > 70.0
+    assert elastic["num_lends"] > 0 and elastic["lent GiB"] > 0 and elastic["full %"] < 100.0
+    assert 0.3 < elastic["skip share"] < 0.7
+    assert [r["status"] for r in rows if r["kind"] == "capacity"] == ["at least", "at least"]
+    (change,) = (r["mean E2E s vs static-fp16 %"] for r in rows if r["kind"] == "mean" and r["arm"] == arms[1])
+    assert change == pytest.approx((elastic["mean E2E s"] / plain["mean E2E s"] - 1) * 100)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "elastic+routed" in printed
+
+
+def test_load_is_listed(capsys):
+    assert cli.main(["bench"]) == 0
+    names = capsys.readouterr().out.split()
+    assert "load" in names
+    assert not {"load_arms", "load_drive", "load_metrics", "load_plots", "load_workload"} & set(names)
