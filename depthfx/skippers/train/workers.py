@@ -18,9 +18,10 @@ class Workers:
         """Raises :class:`SkipperError` where accelerate is not installed."""
         try:
             from accelerate import PartialState
+            from accelerate.utils import parse_flag_from_env
         except ImportError as error:
             raise SkipperError("training needs the package accelerate; install depthfx[train]") from error
-        self._state: Any = PartialState()
+        self._state: Any = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
         self.rank, self.count = int(self._state.process_index), int(self._state.num_processes)
         self.is_main = self.rank == 0
 

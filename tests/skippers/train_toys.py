@@ -1,0 +1,79 @@
+"""A tiny random llama, sequences that can be learned, and short runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+
+from depthfx.skippers import make_skipper
+from depthfx.skippers.train import Stage, TrainSettings, make_sequences, train_skipper
+from tests.families.configs import VOCABULARY, build
+
+LENGTH = 24
+
+
+def model(dtype=torch.float32, **changes):
+    return build("llama", dtype, num_hidden_layers=4, **changes)
+
+
+def skipper(of, gate="mlp", seed=0):
+    return make_skipper(of, "flexidepth", "adapter", gate=gate, reduction=4, proj_reduction=4, seed=seed)
+
+
+def texts(count, seed=1):
+    """Token ids: five of twenty words of six tokens each."""
+    words = torch.randint(1, VOCABULARY, (20, 6), generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(seed)
+    return [words[torch.randint(0, 20, (5,), generator=draw)].flatten().tolist() for _ in range(count)]
+
+
+def data(of, count=64, seed=1, **options):
+    return make_sequences(texts(count, seed), LENGTH, of, **options)
+
+
+def ragged(of, count=16):
+    """Sequences of different lengths, padded, some tokens of each context only."""
+    found = data(of, count, pack=False, too_long="cut")
+    found.lengths[:] = torch.arange(count) * 5 % (LENGTH - 4) + 4
+    found.targets[:, :3] = False
+    return found
+
+
+def settings(steps=6, **changes):
+    stage = {k: changes.pop(k) for k in ("penalty", "learning_rate", "final_share", "epochs") if k in changes}
+    stages = (Stage(**{"steps": steps, "learning_rate": 3e-3, "penalty": 0.01, **stage}),)
+    return TrainSettings(**{"stages": stages, "batch_size": 8, "micro_batch": 8, "recompute": False, "log_every": 1, **changes})
+
+
+def train(folder, how, of=None, given=None, trained=None, **options):
+    """Result, records of all steps, and the skipper, of a short run."""
+    of = model() if of is None else of
+    trained = skipper(of) if trained is None else trained
+    records = []
+
+    def keep(record):
+        records.append(record)
+        if then is not None:
+            then(record)
+
+    then = options.pop("on_step", None)
+    given = data(of) if given is None else given
+    result = train_skipper(of, trained, given, folder, how, progress=False, on_step=keep, **options)
+    return result, records
+
+
+def as_process(rank, folder, port):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo")
+    of = model()
+    result, records = train(folder, settings(4, micro_batch=2), of, ragged(of), held_out=data(of, 5, seed=2))
+    torch.save([records, result.evaluation.loss], folder / f"records{rank}.pt")
+
+
+def killed_at(folder, how, step):
+    """A run that dies at once after ``step``, for a process of its own."""
+    torch.set_num_threads(1)
+    train(folder, how, on_step=lambda record: os.kill(os.getpid(), signal.SIGKILL) if record["step"] == step else None)
