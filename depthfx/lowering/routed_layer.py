@@ -17,7 +17,8 @@ from torch import nn
 from depthfx.lowering import ops
 from depthfx.lowering.kernel_spec import is_collecting
 
-# How an input of a body follows from the cohort: as it is, rows gathered along `dim`, the number of rows, or one of the inputs of attention.
+# How an input of a body follows from the cohort: as it is, rows along `dim`, the number of rows, or one of the inputs of attention.
+# Rows are contiguous, gathered or not.
 Kind = Literal["whole", "rows", "count", "positions", "num_decode_rows", "chunk_starts", "bound"]
 
 
@@ -46,7 +47,7 @@ class _Rows:
             case "whole":
                 return value
             case "rows":
-                return value if self.index is None else value.index_select(given.dim, self.index)
+                return value.contiguous() if self.index is None else value.index_select(given.dim, self.index)
             case "positions":
                 if self.positions is not None:
                     return self.positions

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from depthfx.errors import GraphError
 from depthfx.lowering import ops
 from depthfx.lowering.routed_layer import BodyInput, RoutedLayer
-from depthfx.passes.context import PassContext, call, value_of
+from depthfx.passes.context import PassContext, call, refresh_values, value_of
 from depthfx.passes.match import is_append
 
 # Step inputs of attention that a cohort has of its own, beside those that are gathered.
@@ -66,7 +67,8 @@ def _outline(gm: fx.GraphModule, ctx: PassContext, end: Any, outside: set[fx.Nod
     _closure([end], needed)
     for node in [n for n in gm.graph.nodes if n in needed and n not in outside]:
         if node.target is operator.getitem and _is_tuple(node.args[0]) and node.args[0] not in needed - outside:
-            outside.add(node)  # parts of a tuple are gathered one by one
+            outside.add(node)  # parts of a tuple are gathered one by one, and stand beside it: no piece may yield a tuple
+            node.args[0].append(node)  # type: ignore[union-attr]
     needed -= outside
     nodes = [n for n in gm.graph.nodes if n in needed]
     if not nodes:
@@ -80,6 +82,9 @@ def _outline(gm: fx.GraphModule, ctx: PassContext, end: Any, outside: set[fx.Nod
         env[node].meta.update(node.meta)
         given.append(node)
         specs.append(_taken(node, ctx))
+        if specs[-1].kind == "rows":  # gathered or not, a body reads contiguous rows: Inductor compiles it for one layout
+            with ctx.fake_mode, enable_python_dispatcher():
+                env[node].meta["example_value"] = value_of(node).contiguous()
     bound = graph.placeholder(_BOUND)
     with ctx.fake_mode:
         bound.meta["example_value"] = torch.empty(1, dtype=torch.int32, device=value_of(end).device)
@@ -88,7 +93,9 @@ def _outline(gm: fx.GraphModule, ctx: PassContext, end: Any, outside: set[fx.Nod
         if node.target in _BOUNDED:
             env[node].kwargs = {**env[node].kwargs, _BOUND: bound}
     graph.output(env[end])
-    return fx.GraphModule(torch.nn.Module(), graph), given, [*specs, BodyInput("bound")]
+    body = fx.GraphModule(torch.nn.Module(), graph)
+    refresh_values(body, ctx)
+    return body, given, [*specs, BodyInput("bound")]
 
 
 def _is_tuple(node: Any) -> bool:
