@@ -25,13 +25,14 @@ def offload_weights(model: torch.nn.Module, program: Any, gib: float, device: to
     where the host cannot give or pin the memory.
     """
     room, count, moved = int(gib * GIB), 0, 0
+    readers = [p.module.weights for p in (program, program.routed) if p is not None]
     for tensor in _matrices(program.module.weights, program.vocab_size):
         if tensor.nbytes > room - moved:
             continue
         host = HostBackup(tensor.nbytes, tensor.nbytes, pin=True)
         host.put(0, tensor.reshape(-1).view(torch.uint8))
         alias = seen_from_device(host, device).view(tensor.dtype).view(tensor.shape)
-        _replace(model, program.module.weights, tensor, alias)
+        _replace(model, readers, tensor, alias)
         count += 1
         moved += tensor.nbytes
     if not count:
@@ -70,8 +71,8 @@ def _matrices(weights: torch.nn.Module, vocab_size: int) -> Iterator[torch.Tenso
             yield tensor
 
 
-def _replace(model: torch.nn.Module, weights: torch.nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """``new`` in the place of ``old`` in ``weights``, and of everything in ``model`` that views it."""
+def _replace(model: torch.nn.Module, readers: list[torch.nn.Module], old: torch.Tensor, new: torch.Tensor) -> None:
+    """``new`` in the place of ``old`` in ``readers`` and ``model``, and of everything there that views it."""
     storage = old.untyped_storage().data_ptr()
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ def _replace(model: torch.nn.Module, weights: torch.nn.Module, old: torch.Tensor
     for parameter in model.parameters():
         if parameter.untyped_storage().data_ptr() == storage:
             parameter.data = moved(parameter.data)
-    for module in [*model.modules(), weights]:
+    for module in [*model.modules(), *readers]:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.untyped_storage().data_ptr() == storage:
                 module._buffers[key] = new if buffer.shape == new.shape else moved(buffer)
