@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import depthfx
 from depthfx.lowering.kernel_spec import max_error
 from depthfx.lowering.routed_layer import RoutedLayer
 from depthfx.records import SamplingParams
 from tests.families.configs import FAMILIES, SOME_FAMILIES
 from tests.families.harness import GREEDY, NEW_TOKENS, engine_over, left_padded, prompts
-from tests.families.routed_cases import ALWAYS, NEVER, dense, push, reference, routed
+from tests.families.routed_cases import ALWAYS, COMMON, NEVER, dense, make, push, reference, routed, small
 from tests.families.routed_reference import routed_answer
 from tests.families.test_every_family import TOLERANCE, kv_of
 
@@ -86,6 +87,17 @@ def test_every_layer_of_every_token_has_its_own_kv(name, gate):
         count = len(prompt) + len(taken) - 1  # the KV of the newest token is written by the step that reads it
         assert max_error(kv_of(engine, stream.request_id, count), answer.kv) < TOLERANCE
         assert torch.equal(engine.routes.depth_map(stream.request_id)[:, :count], answer.actions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_neox"])  # parts of one projection, which are views, enter a body
+def test_with_inductor(name):
+    model = small(name)
+    skipper = make("mlp", model.config.num_hidden_layers)
+    model = depthfx.compile(model, skipper=skipper, **{**COMMON, "inductor": True})
+    ids, tokens, logits = generated(model)
+    for prompt, row, mine, request_id in zip(RAGGED, tokens, logits, ids, strict=True):
+        assert max_error(mine, answer_to(name, skipper, prompt, row, request_id).logits[len(prompt) - 1 :]) < TOLERANCE
 
 
 @some_families

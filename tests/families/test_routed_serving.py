@@ -33,7 +33,7 @@ policies = pytest.mark.parametrize("policy", ["hashed", "flip", "decodes", "mono
 def test_every_policy(policy, gate):
     """Staggered, chunked, with prompts that share a prefix and are asked twice: nobody gets what another request's routes computed."""
     model, skipper = routed("llama", gate, policy)
-    engine = engine_over(model)
+    engine = engine_over(model, lookahead=gate == "mlp")
     rows = SHARED + SHARED
     for row, (request_id, tokens) in zip(rows, serve_routed(engine, rows, every=6).items(), strict=True):
         assert_greedy("llama", skipper, row, tokens, request_id)
