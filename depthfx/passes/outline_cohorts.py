@@ -82,6 +82,8 @@ def _outline(gm: fx.GraphModule, ctx: PassContext, end: Any, outside: set[fx.Nod
         env[node].meta.update(node.meta)
         given.append(node)
         specs.append(_taken(node, ctx))
+        if value_of(node) is None and node.op == "get_attr":  # bytes of a stored weight
+            env[node].meta["example_value"] = ctx.fake_mode.from_tensor(operator.attrgetter(str(node.target))(gm), static_shapes=True)
         if specs[-1].kind == "rows":  # gathered or not, a body reads contiguous rows: Inductor compiles it for one layout
             with ctx.fake_mode, enable_python_dispatcher():
                 env[node].meta["example_value"] = value_of(node).contiguous()
