@@ -36,6 +36,10 @@ def test_own_policy():
     assert run("own_policy") == "The capital of France is Paris.\n\nThe French language is a language that is"
 
 
+def test_train_skipper():
+    assert 0 < run("train_skipper") < 1
+
+
 def test_all_are_tested():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     assert {p.stem for p in FOLDER.glob("*.py")} == tested - {"all_are_tested"}

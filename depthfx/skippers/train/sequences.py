@@ -30,6 +30,10 @@ class Sequences:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def first(self, count: int) -> Sequences:
+        """The first ``count`` of them, or all where there are fewer."""
+        return Sequences(self.ids[:count], self.targets[:count], self.lengths[:count])
+
     def take(self, indices: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids and labels (int64) and which tokens are real (bool) of some sequences, ``[n, S]`` on ``device``."""
         ids = self.ids[indices].long()
