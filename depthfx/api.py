@@ -18,6 +18,7 @@ from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptio
 from depthfx.lowering import ops
 from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.lowering.kernel_spec import is_hopper
+from depthfx.lowering.kernels.partition_rows import MAX_ROWS as MAX_ROUTED_ROWS
 from depthfx.lowering.nested_linear import nested_linears
 from depthfx.lowering.precompile import KernelWorkers
 from depthfx.lowering.tile_store import device_kind, use_stored_tiles
@@ -133,6 +134,8 @@ def _build_engine(
     if cuda:
         _report_portable(settings, device, report)
     limits = derive_limits(model.config, settings, device)
+    if skipper is not None and limits.max_batch_tokens > MAX_ROUTED_ROWS:
+        raise SettingError(f"setting max_batch_tokens={limits.max_batch_tokens} must be at most {MAX_ROUTED_ROWS} with a skipper: lower it")
     buckets = decode_buckets(limits.max_batch_size) if cuda and settings.cuda_graphs is not False else ()
     if cuda and settings.weights == "nested":
         use_stored_tiles(cache_dir(settings), device_kind(device), report)
@@ -143,7 +146,7 @@ def _build_engine(
                 precompile_kernels(one_block_runner(program, limits, device), buckets, workers, nested=settings.weights == "nested")
     if settings.weight_offload_gib is not None:
         offload_weights(model, program, settings.weight_offload_gib, device, report)
-    num_blocks = size_kv_blocks(model, program, limits, settings, report)
+    num_blocks = size_kv_blocks([model] if skipper is None else [model, skipper], program, limits, settings, report)
     shared = _share(program, num_blocks, settings, device, report)
     try:
         return _assemble(model, program, limits, num_blocks, buckets, settings, report, shared, skipper)
@@ -201,7 +204,11 @@ def _share(program: Program, num_blocks: int, settings: Settings, device: torch.
         return None
     with report.timed("share memory"):
         shared = share_memory(program.stored, program.kv_shape, program.num_precisions, num_blocks, settings.memory, device, report)
-        shared.lead(() if program.routed is None else program.routed.stored)
+        try:
+            shared.lead(() if program.routed is None else program.routed.stored)
+        except BaseException as error:
+            shared.abandon(error)
+            raise
         return shared
 
 

@@ -179,8 +179,9 @@ def _fake_mode(gm: fx.GraphModule) -> Any:
 def _name_inputs(gm: fx.GraphModule, example_inputs: list[Any], model: PreTrainedModel, context: PassContext) -> None:
     """Rename inputs: step inputs by their argument, weights by their name in the model; drop symbolic-size inputs."""
     names = {id(t): n for n, t in [*model.named_parameters(remove_duplicate=True), *model.named_buffers()]}
-    if context.skipper is not None:
-        names |= {id(t): SKIPPER + n for n, t in [*context.skipper.named_parameters(), *context.skipper.named_buffers()]}
+    if context.skipper is not None:  # what it borrows of the model, its LM head say, keeps the model's name
+        own = {id(t): SKIPPER + n for n, t in [*context.skipper.named_parameters(), *context.skipper.named_buffers()]}
+        names = own | names
     arguments = ("token_ids", "positions", "logit_rows")
     sizes: dict[Any, fx.Node] = {}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]

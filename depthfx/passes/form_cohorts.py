@@ -18,7 +18,7 @@ from torch import fx
 
 from depthfx.errors import SkipperError
 from depthfx.lowering import ops
-from depthfx.passes.context import LayerSpan, PassContext, batched, call, layer_key, rows, shape_of, value_of
+from depthfx.passes.context import LayerSpan, PassContext, batched, call, erase_unused, layer_key, rows, shape_of, value_of
 from depthfx.passes.match import is_op, skip
 from depthfx.passes.route_markers import LAYER_INPUT, ROUTE, ROWS_OF
 
@@ -85,6 +85,8 @@ class _Layer:
             result = batched(self.gm, ctx, merge)
         self.route.replace_all_uses_with(result)
         graph.erase_node(self.route)
+        for end in (out, skipped):  # what only the route read would stay behind when the rest moves
+            erase_unused(end)
         self.inside |= {n for n in (run, spare) if n not in known}
         all_rows = shared | policy | ({hidden} if hidden not in known else set())
         in_run = self._needed([run]) - all_rows

@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
+from depthfx.lowering import ops
 from depthfx.passes.context import PassContext, call, shape_of
 
 
 def fuse_linears(gm: fx.GraphModule, ctx: PassContext) -> None:
     """Q, K and V become one linear, gate and up become one; each user reads a slice of the result.
 
-    The concatenated weight is one tensor, and the model's own parameters become views of it (no extra memory).
+    The concatenated weight is one tensor, and the model's own parameters become views of it (no extra memory). What attention reads is
+    joined apart from the rest, also where both read one tensor (a parallel block): a routed program joins keys and values, queries,
+    gate and up by themselves, and each of these is a view of what the dense program has joined.
     """
     count = 0
-    for layer in ctx.layers:
-        by_input: dict[tuple[fx.Node, bool, str], list[fx.Node]] = {}
+    appends = [n for n in gm.graph.nodes if n.target is ops.KV_APPEND]
+    attends = [n for n in gm.graph.nodes if n.target is ops.PAGED_ATTENTION]
+    for layer, *attention in zip(ctx.layers, appends, attends, strict=True):
+        read = _closure(attention, layer.hidden_in)
+        by_input: dict[tuple[fx.Node, bool, str, bool], list[fx.Node]] = {}
         for node in layer.nodes:
             if node.op == "call_function" and node.target is F.linear and not node.kwargs:
                 x, weight, *bias = node.args
                 if _own(weight, ctx) and all(b is None or _own(b, ctx) for b in bias):
-                    by_input.setdefault((x, bool(bias and bias[0] is not None), node.meta.get("group", "")), []).append(node)
-        for (_, has_bias, _), linears in by_input.items():
+                    by_input.setdefault((x, bool(bias and bias[0] is not None), node.meta.get("group", ""), node in read), []).append(node)
+        for (_, has_bias, *_), linears in by_input.items():
             if len(linears) > 1 and _movable(linears):
                 _join(gm, ctx, linears, has_bias)
                 count += 1
     gm.graph.eliminate_dead_code()
     ctx.report.add("rewritten", f"{count} groups of linears that share an input: one linear each")
+
+
+def _closure(ends: Sequence[fx.Node], start: fx.Node) -> set[fx.Node]:
+    """All nodes that ``ends`` follow from, as far back as ``start``."""
+    found = {start}
+    pending = list(ends)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 def _own(weight: object, ctx: PassContext) -> bool:

@@ -112,7 +112,7 @@ def _bind_dual(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: n
     x, upper, lower, _, flags, layer, precision, _, last = node.args
     assert isinstance(upper, fx.Node) and isinstance(lower, fx.Node) and isinstance(layer, int)
     names = ctx.weights[upper.name]
-    bound, changed, reason = _nest(model, names)
+    bound, changed, reason = _nest(model, names, ctx.skipper is None)
     nested = bound if isinstance(bound, NestedWeight) else NestedWeight("plain16", bound, None)
     tally.add(layer, nested, changed)
     if reason:
@@ -135,10 +135,10 @@ def _bind_dual(gm: fx.GraphModule, ctx: PassContext, model: nn.Module, holder: n
     _replace(gm, ctx, node, new, (upper, lower))
 
 
-def _nest(model: nn.Module, names: Sequence[str]) -> tuple[NestedWeight | torch.Tensor, int, str]:
+def _nest(model: nn.Module, names: Sequence[str], first: bool) -> tuple[NestedWeight | torch.Tensor, int, str]:
     """The stored weight of the parameters ``names`` joined, or (for what stays) the joined 16-bit tensor; lost values; the reason.
 
-    The modules hold views of the result afterwards.
+    The modules hold views of the result afterwards. ``first`` False: the dense program is bound, and what it left in 16 bits stays so.
     """
     paths = [name.rpartition(".")[0] for name in names]
     modules = [model.get_submodule(path) for path in paths]
@@ -146,7 +146,7 @@ def _nest(model: nn.Module, names: Sequence[str]) -> tuple[NestedWeight | torch.
         return _joined_bytes(modules)  # type: ignore[arg-type]
     tensors = [getattr(m, name.rpartition(".")[2]) for m, name in zip(modules, names, strict=True)]
     joined = join_parameters(tensors)
-    if reason := _why_kept(modules):
+    if reason := _why_kept(modules) if first else "dense steps read it in 16 bits":
         return joined, 0, reason
     try:
         nested, changed = nest_counted(joined)

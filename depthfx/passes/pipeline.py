@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from depthfx.contracts import Skipper
+from depthfx.errors import UnsupportedModelError
 from depthfx.lowering.codegen import compile_with_inductor, run_eagerly
-from depthfx.lowering.nested_linear import plain_linears
+from depthfx.lowering.nested_linear import nested_linears, plain_linears
 from depthfx.lowering.stored_weight import StoredWeight
 from depthfx.passes.check_graph import check_graph
 from depthfx.passes.check_rows import check_rows
@@ -129,7 +130,13 @@ def _finished(
     vocab_size = int(next(n for n in gm.graph.nodes if n.op == "output").args[0].meta["example_value"].shape[-1])
     kv_dtype = next(n.meta["example_value"].dtype for n in gm.graph.nodes if n.name == "kv_pool")
     with report.timed("bind weights"):
+        places = _places(model)
         refill_tables = bind_weights(gm, ctx, model)
+        if routed and (moved := sorted(name for name, place in _places(model).items() if places.get(name) != place)):
+            raise UnsupportedModelError(
+                f"dense and routed steps of this {type(model).__name__} join {moved[0]} with different weights, so one of them would keep an old "
+                "copy; compile with fuse=False, or without a skipper"
+            )
     compiler = partial(compile_with_inductor, fake_mode=ctx.fake_mode, rounds=routed) if settings.inductor else run_eagerly
     with report.timed("compile pieces"):
         outline_cohorts(gm, ctx, lambda body: split_pieces(body, ctx, compiler))
@@ -148,6 +155,12 @@ def _finished(
         tuple(ctx.stored),
         () if ctx.skipper is None else ctx.skipper.layers,
     )
+
+
+def _places(model: PreTrainedModel) -> dict[str, int]:
+    """Addresses of all weights of ``model``, as they are stored."""
+    nested = {f"{path}.weight": module.upper for path, module in nested_linears(model).items()}
+    return {name: t.data_ptr() for name, t in (*model.named_parameters(), *nested.items())}
 
 
 def _rewritten(

@@ -6,6 +6,8 @@ bytecode (a function patched in at run time changes the key), data by its value,
 
 from __future__ import annotations
 
+import argparse
+import collections
 import enum
 import functools
 import hashlib
@@ -17,6 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from depthfx.settings import Settings
@@ -30,6 +33,8 @@ _NOT_IN_THE_GRAPH = frozenset(
 _NOT_IN_THE_MODULE = frozenset({"_parameters", "_buffers", "_modules", "generation_config", "_is_hf_initialized"})
 # Packages whose code counts by its version; depthfx itself counts by its text.
 _BY_VERSION = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy", "sympy", "depthfx", "builtins"}
+# Plain holders of attributes, though of the standard library.
+_RECORDS = frozenset({types.SimpleNamespace, argparse.Namespace})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -59,7 +64,9 @@ def _own_text() -> str:
     """Hash of the source of all files that shape the graph."""
     root = Path(__file__).resolve().parent.parent
     folders = ("passes/*.py", "lowering/**/*.py", "skippers/**/*.py")
-    files = [f for pattern in folders for f in sorted(root.glob(pattern))] + [root / f"{n}.py" for n in ("contracts", "records", "settings")]
+    files = [f for pattern in folders for f in sorted(root.glob(pattern))] + [
+        root / f"{n}.py" for n in ("contracts", "records", "settings")
+    ]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -115,12 +122,12 @@ class _Description:
         if isinstance(value, torch.Tensor):
             return f"tensor {tuple(value.shape)} {value.dtype} {value.device}"
         if isinstance(value, torch.nn.Module):
-            return f"module {self._paths.get(id(value), type(value).__qualname__)}"
-        if isinstance(value, (list, tuple)):
+            return f"module {self._paths[id(value)]}" if id(value) in self._paths else self._contents(value)
+        if isinstance(value, (list, tuple, collections.deque)):
             return f"{type(value).__name__}({', '.join(map(self._of, value))})"
         if isinstance(value, (set, frozenset)):
             return f"{type(value).__name__}({', '.join(sorted(map(self._of, value)))})"
-        if isinstance(value, dict):
+        if isinstance(value, (dict, types.MappingProxyType)):
             return f"dict({', '.join(f'{self._of(k)}: {self._of(v)}' for k, v in value.items())})"
         if isinstance(value, types.CodeType):
             consts = [self._of(c) for c in value.co_consts]
@@ -141,10 +148,22 @@ class _Description:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, (types.BuiltinFunctionType, types.ModuleType)):
             return f"{name} {getattr(value, '__module__', '')} {value.__name__}"
-        if not _followed(type(value).__module__) or id(value) in self._objects or not hasattr(value, "__dict__"):
+        if isinstance(value, (range, slice)):
+            return repr(value)
+        if isinstance(value, (np.generic, np.ndarray)):
+            return f"{name} {value.dtype} {value.shape} {value.tobytes().hex()}"
+        return self._contents(value) if _followed(type(value).__module__) or type(value) in _RECORDS else name
+
+    def _contents(self, value: Any) -> str:
+        """Type and attributes of an object, at its first appearance."""
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if id(value) in self._objects:
             return name
         self._objects.add(id(value))
-        return f"{name} {self._of(vars(value))}"
+        self._alive.append(value)
+        slots = [n for cls in type(value).__mro__ for n in cls.__dict__.get("__slots__", ()) if n not in ("__dict__", "__weakref__")]
+        held = {n: getattr(value, n) for n in slots if hasattr(value, n)} | getattr(value, "__dict__", {})
+        return f"{name} {self._of(type(value))} {self._of(held)}"
 
     def _number(self, value: Any) -> str:
         """Name and number of a function or class; what it holds gets a line of its own."""
@@ -173,10 +192,16 @@ class _Description:
                 cells.append(self._of(cell.cell_contents))
             except ValueError:
                 cells.append("empty")
-        used = {n: function.__globals__[n] for n in sorted(_names(function.__code__)) if n in function.__globals__}
-        near = {n: v for n, v in used.items() if isinstance(v, (*_PLAIN, types.FunctionType, types.BuiltinFunctionType, type, tuple))}
+        names = sorted(_names(function.__code__))
+        near = {n: self._global(function.__globals__[n], names) for n in names if n in function.__globals__}
         held = [function.__defaults__, function.__kwdefaults__]
-        return f"{self._of(function)} {self._of(function.__code__)} {self._of(held)} {cells} {self._of(near)}"
+        return f"{self._of(function)} {self._of(function.__code__)} {self._of(held)} {cells} {near}"
+
+    def _global(self, value: Any, names: list[str]) -> str:
+        """A global that a function names; of a module all that it may read, since the code says ``module.name``."""
+        if not isinstance(value, types.ModuleType) or not _followed(value.__name__) or id(value) in self._objects:
+            return self._of(value)
+        return f"{value.__name__} {self._of({n: vars(value)[n] for n in names if n in vars(value)})}"
 
 
 def _names(code: types.CodeType) -> set[str]:

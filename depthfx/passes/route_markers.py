@@ -61,13 +61,16 @@ def routed_layers(model: nn.Module, skipper: Skipper | None) -> Iterator[None]:
         raise SkipperError(
             f"the skipper routes layer {skipper.layers[-1]}, but this {type(model).__name__} has {len(layers)} decoder layers"
         )
+    own = {index: vars(layers[index]).get("forward") for index in skipper.layers}  # put there by somebody else
     try:
         for place, index in enumerate(skipper.layers):
             layers[index].forward = types.MethodType(_forward(layers[index].forward, skipper, place), layers[index])
         yield
     finally:
-        for index in skipper.layers:
-            layers[index].__dict__.pop("forward", None)
+        for index, forward in own.items():
+            vars(layers[index]).pop("forward", None)
+            if forward is not None:
+                vars(layers[index])["forward"] = forward
 
 
 def decoder_layers(model: Any) -> Sequence[nn.Module]:

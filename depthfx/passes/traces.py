@@ -34,7 +34,10 @@ class Traces:
             self._kept = capture(self.model, self.settings, self.target, report, self.skipper)
         kept, context = self._kept
         gm = _copy(kept)
-        own = replace(context, report=report, weights=dict(context.weights), fake_values={}, skipper=self.skipper if routed else None)
+        own = replace(
+            context, report=report, weights=dict(context.weights), layers=[], tables={}, stored=[], fake_values={},
+            skipper=self.skipper if routed else None,
+        )  # fmt: skip
         if not routed:
             _drop_routes(gm, own)
         return gm, own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +71,8 @@ def derive_limits(config: Any, settings: Settings, device: torch.device) -> Limi
     )
 
 
-def size_kv_blocks(model: torch.nn.Module, program: Any, limits: Limits, settings: Settings, report: CompileReport) -> int:
-    """Number of KV blocks that fit: ``kv_blocks`` if set, else the budget less weights and activations.
+def size_kv_blocks(modules: Sequence[torch.nn.Module], program: Any, limits: Limits, settings: Settings, report: CompileReport) -> int:
+    """Number of KV blocks that fit: ``kv_blocks`` if set, else the budget less the weights of ``modules`` (model, skipper) and activations.
 
     Raises :class:`MemoryBudgetError` if not even one request of one block fits.
     """
@@ -80,8 +81,8 @@ def size_kv_blocks(model: torch.nn.Module, program: Any, limits: Limits, setting
     if settings.kv_blocks is not None:
         report.add("memory", f"KV pool: {settings.kv_blocks} blocks of {kv.block_tokens} tokens, as set")
         return settings.kv_blocks
-    device = next(model.parameters()).device
-    weights = _weight_bytes(model)
+    device = next(modules[0].parameters()).device
+    weights = _weight_bytes(modules)
     activations = 0
     if device.type == "cuda":
         with report.timed("measure activations"):
@@ -105,9 +106,9 @@ def size_kv_blocks(model: torch.nn.Module, program: Any, limits: Limits, setting
     return blocks
 
 
-def _weight_bytes(model: torch.nn.Module) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers()]}
-    return sum(storages.values())
+def _weight_bytes(modules: Sequence[torch.nn.Module]) -> int:
+    storages = [t.untyped_storage() for module in modules for t in (*module.parameters(), *module.buffers())]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def one_block_runner(program: Any, limits: Limits, device: torch.device) -> Runner:

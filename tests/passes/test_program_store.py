@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import types
+from collections import deque
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 import depthfx
+from depthfx.contracts import Decision, Policy, Skipper
 from depthfx.passes import pipeline, traces
 from depthfx.passes.graph_data import from_data, to_data
 from depthfx.passes.print_graph import print_graph
@@ -20,6 +25,7 @@ from depthfx.passes.traces import Traces
 from depthfx.report import CompileReport
 from depthfx.settings import Settings
 from depthfx.skippers import make_skipper
+from depthfx.skippers.projectors.identity import Identity
 from tests.families.configs import SOME_FAMILIES, build
 from tests.passes.toys import toy
 
@@ -217,6 +223,68 @@ def test_a_patched_class_or_function_has_another_key(monkeypatch):
             patch.setattr(owner, name, function)
             keys.add(program_key(model, Settings(), "cpu"))
     assert len(keys) == 4
+
+
+@dataclass(slots=True)
+class Slotted:
+    """Attributes without a dict."""
+
+    limit: int
+
+
+class Limit(torch.nn.Module):
+    """Without a parameter."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+
+
+class Reads(Policy):
+    """Its code may read ``held``, and the globals below."""
+
+    def __init__(self, held=0):
+        super().__init__()
+        self.held = held
+
+    def forward(self, rows):
+        return Decision(rows.positions < self.held + LISTED[0] + NAMED["limit"] + GROUPED.limit + OTHER_MODULE.limit)
+
+
+LISTED, NAMED, GROUPED, OTHER_MODULE = [1], {"limit": 1}, types.SimpleNamespace(limit=1), types.ModuleType("somebody_elses")
+OTHER_MODULE.limit = 1
+
+
+def key_of(policy) -> str:
+    return program_key(toy(), Settings(), "cpu", Skipper((1,), policy, Identity()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        range,
+        slice,
+        np.int64,
+        Slotted,
+        lambda n: [Limit(n)],
+        lambda n: deque([n]),
+        lambda n: types.SimpleNamespace(limit=n),
+        lambda n: argparse.Namespace(limit=n),
+        lambda n: types.MappingProxyType({"limit": n}),
+        lambda n: np.full(3, n),
+    ],
+)
+def test_whatever_holds_a_number_of_a_policy_is_in_the_key(make):
+    assert key_of(Reads(make(1))) == key_of(Reads(make(1))) != key_of(Reads(make(2)))
+
+
+def test_what_a_policy_reads_of_its_module_and_of_others_is_in_the_key(monkeypatch):
+    keys = {key_of(Reads())}
+    for owner, name in ((sys.modules[__name__], "LISTED"), (NAMED, "limit"), (GROUPED, "limit"), (OTHER_MODULE, "limit")):
+        with monkeypatch.context() as patch:
+            (patch.setitem if owner is NAMED else patch.setattr)(owner, name, [2])
+            keys.add(key_of(Reads()))
+    assert len(keys) == 5 and key_of(Reads()) in keys
 
 
 def test_settings_and_target_are_in_the_key_where_they_shape_the_graph():

@@ -84,8 +84,8 @@ POLICY_FAULTS = {
     "loose tensor": (lambda s, r: r.hidden[:, 0] > s.loose[0], "neither parameter nor buffer; register it"),
     "wrong attribute": (lambda s, r: r.tokens > 3, "cannot be traced: AttributeError.*tokens"),
     "wrong width": (lambda s, r: r.hidden @ torch.ones(3) > 0, "cannot be traced: RuntimeError"),
-    "state": (lambda s, r: r.ran | (s.number.add_(1) > 0), "writes into a tensor of its own or of its rows"),
-    "writes rows": (lambda s, r: r.ran.logical_not_(), "writes into a tensor of its own or of its rows"),
+    "state": (lambda s, r: r.ran | (s.number.add_(1) > 0), "writes into a tensor in place"),
+    "writes rows": (lambda s, r: r.ran.logical_not_(), "writes into a tensor in place"),
 }  # fmt: skip
 WEIGHT_FAULTS = {
     "missing": (lambda r: None, "gives no weight, which the gate mlp multiplies with"),
@@ -106,7 +106,7 @@ UPDATE_FAULTS = {
     "order": (lambda s, h, x: h.cumsum(0), "the updates change with the order of rows"),
     "number": (lambda s, h, x: h * h.shape[0], "the updates change with the number of rows"),
     "read": (lambda s, h, x: h if h.sum() > 0 else x, "reads values of tensors on the host"),
-    "state": (lambda s, h, x: h + s.number.add_(1), "writes into a tensor of its own or of its rows"),
+    "state": (lambda s, h, x: h + s.number.add_(1), "writes into a tensor in place"),
 }
 
 
