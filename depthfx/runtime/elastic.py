@@ -31,6 +31,7 @@ from depthfx.settings import ElasticMemory
 
 MAX_RESTORING = 16  # units handed to the worker and not yet back; more would only be harder to cancel
 RETRY_SECONDS = 1.0  # after a copy failed
+_LAST_WORDS_SECONDS = 10.0  # of a worker that has ended
 MAX_TRIES = 3  # of `restore`, before it gives up
 
 
@@ -246,10 +247,11 @@ class ElasticControl:
 
     def _replace_worker(self) -> None:
         """A new worker for one whose thread has ended."""
-        self.collect()  # what the old one has still to tell
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # what it has queued comes to its end
         old = self.shared.resources.worker
+        old.wait_idle(_LAST_WORDS_SECONDS)
+        self.collect()  # what it has still to tell: no unit may be waited for that nobody copies
         self._counted = self._counted[0] - old.copied_bytes, self._counted[1] - old.seconds_busy
         old.close()
         self.shared.resources.worker = RestoreWorker(self._device)

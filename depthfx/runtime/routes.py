@@ -83,6 +83,7 @@ class RouteLog:
                 both = np.stack((mine.shape[1] - project, project))
                 self._all += both
                 self._requests.setdefault(chunk.request_id, self._none())[:] += both
+                self._requests.move_to_end(chunk.request_id)
                 if self._recording:
                     kept = self._maps.setdefault(chunk.request_id, {})
                     kept.update((chunk.start + i, mine[:, i].copy()) for i in range(mine.shape[1]))

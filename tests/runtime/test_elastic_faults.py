@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -61,6 +62,25 @@ def test_failing_copies(ends, monkeypatch):
     assert (control.shared.worker is first) == (not ends)
     assert control.stats().num_restores > 0
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:a residual was not restored:UserWarning")
+def test_a_copy_under_way_when_the_worker_ends_is_tried_again(monkeypatch):
+    """The thread ends while a unit is under way, and tells of it only after another unit found no thread."""
+    monkeypatch.setattr("depthfx.runtime.elastic.RETRY_SECONDS", 0.0)
+    model = under_load(elastic())
+    control, first = model.engine.control, model.engine.control.shared.worker
+    first.wait_idle(5.0)
+    first.copier.fail("after chunk", 1, ends=True)
+    first.copier.hold("before done")
+    later = threading.Timer(0.3, first.copier.go)
+    later.start()
+    end_all(model.engine)
+    model.engine.restore(timeout=5.0)
+    later.join()
+    assert control.shared.worker is not first and all(control.region.resident())
+    assert control.shared.backup.verify(control._home) == len(control.shared.weights)
+    model.engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:a residual was not restored:UserWarning")
