@@ -100,7 +100,10 @@ def _forward(inner: Any, skipper: Skipper, place: int) -> Any:
             actions = actions & ran
         update = projector(hidden, LAYER_INPUT(hidden, "mlp"))
         if update is not None and scaled:
-            update = update * (1 - decision.weight)[:, None]  # type: ignore[operator,index]
+            left: torch.Tensor = 1 - decision.weight  # type: ignore[operator,assignment]
+            if left.dtype != update.dtype:  # a weight in FP32, say, must not widen the hidden state
+                left = left.to(update.dtype)
+            update = update * left[:, None]
         skipped = hidden if update is None else hidden + update
         weight = decision.weight if scaled else None
         routed = ROUTE(out, skipped.unsqueeze(0), actions, weight, place)

@@ -90,6 +90,23 @@ def test_a_policy_may_read_the_models_own_head():
     assert compiled.generate(IDS, **GREEDY)[0, 4] == expected
 
 
+class Wide(Policy):
+    """Its weight is in FP32, whatever the rows are in."""
+
+    def forward(self, rows):
+        odd = rows.positions % 2
+        return Decision(odd, odd.float() * 0.5 + 0.25)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_weight_in_another_dtype_leaves_the_hidden_state_as_it_is(dtype):
+    model = build("llama", dtype=dtype, num_hidden_layers=2)
+    skipper = make_skipper(model, Wide(), "lora", layers=(1,), gate="mlp")
+    compiled = depthfx.compile(model, skipper=skipper, **PLAIN)
+    compiled.generate(IDS, **GREEDY)
+    assert compiled.engine.routes.counts().project == (3,)
+
+
 class InPlace(Policy):
     """Drops what it computes in place, as a trace that follows results would."""
 
