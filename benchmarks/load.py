@@ -46,7 +46,8 @@ from load_workload import (
 
 GIB = 1 << 30
 COLUMNS = ["arm", "rate", "repeat", "finished", "tokens/s", "requests/s", "mean E2E s", "p99 E2E s", "mean TTFT s", "p99 TTFT s", "mean TPOT ms",
-           "p99 largest gap ms", "SLO %", "full %", "transitions", "num_preemptions", "lent GiB", "num_restores", "skip share", "stopped"]  # fmt: skip
+           "p99 largest gap ms", "SLO %", "full %", "transitions", "num_preemptions", "peak lent units", "lent GiB",
+           "num_restores", "skip share", "stopped"]  # fmt: skip
 # Figures that are averaged over repeats, with intervals and paired changes.
 METRICS = ["tokens/s", "requests/s", "SLO %", "makespan s", "full %", "num_preemptions", "skip share"]
 METRICS += [f"{what} {name}" for name, _, _ in LATENCIES for what in ("mean", "p50", "p90", "p99")]
@@ -156,6 +157,10 @@ class Bench:
                 f"--lead-in {self.args.lead_in} s is after the last arrival at {window[1]:.3f} s; lower it, or give more --requests"
             )
         row = {"arm": name, "rate": rate, "repeat": repeat, **summarise(run.requests, window, self.slo), **_counted(run)}
+        if hasattr(model.engine.control, "shared"):
+            layout = model.engine.control.shared.layout
+            most = (run.peak_open_blocks - layout.num_base_blocks) // layout.blocks_per_unit
+            row |= {"units": layout.num_units, "peak lent units": most, "peak lent GiB": most * layout.unit_bytes / GIB}
         row |= {"stopped": run.stopped, "cut asks": self.workload.num_cut}
         self._keep(name, rate, run, model, timeline[-1].time_s if timeline else None)
         if self.args.work == "natural" and name == self.args.arms[0]:
@@ -198,6 +203,7 @@ def _counted(run: Run) -> dict[str, Any]:
     seconds = sum(run.mode_s.values())
     row: dict[str, Any] = {f"{mode} %": run.mode_s.get(mode, 0.0) / seconds * 100 for mode in ("full", "mixed", "fast")}
     row |= {"transitions": run.transitions, **run.counters, "peak KV %": max(s.held_blocks / s.open_blocks for s in run.samples) * 100}
+    row |= {"peak held blocks": run.peak_held_blocks, "peak open blocks": run.peak_open_blocks}
     if "lent_bytes" in row:
         row["lent GiB"] = row["lent_bytes"] / GIB
     return row

@@ -47,6 +47,8 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     mode_s: dict[str, float] = field(default_factory=dict)  # seconds in each mode
     transitions: int = 0  # changes of mode
+    peak_held_blocks: int = 0  # at the end of a step, as the next one
+    peak_open_blocks: int = 0
     counters: dict[str, Any] = field(default_factory=dict)  # what the engine counted during the run
 
 
@@ -82,6 +84,9 @@ class Watch:
         mode = self.mode()
         self._run.transitions += mode != self._mode
         self._mode, self._since = mode, now
+        manager = self._scheduler.manager
+        self._run.peak_held_blocks = max(self._run.peak_held_blocks, manager.held_blocks)
+        self._run.peak_open_blocks = max(self._run.peak_open_blocks, manager.open_blocks)
         if now >= self._due:
             self._due = now + SAMPLE_S
             self._run.samples.append(self._sample(now))

@@ -55,9 +55,9 @@ def draw_load(path: Path, title: str, means: list[dict[str, Any]], series: dict[
     for axes in (latency, occupancy, memory, skipped):
         axes.spines[["top", "right"]].set_visible(False)
         if axes is memory and axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7, loc="upper center", ncols=5, bbox_to_anchor=(0.5, -0.1), frameon=False)
+            axes.legend(fontsize=7, loc="upper center", ncols=5, bbox_to_anchor=(0.5, -0.13), frameon=False)
         elif axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7, frameon=False)
+            axes.legend(fontsize=7, framealpha=0.7, edgecolor="none")
     figure.suptitle(textwrap.fill(title, 140), fontsize=11)
     figure.tight_layout()
     figure.savefig(path)

@@ -116,6 +116,12 @@ def test_a_run_is_given_up_only_where_it_would_have_failed(slots, ttft):
         assert "90%" in short.stopped
 
 
+def test_the_wait_for_the_step_under_way_counts_against_the_slo():
+    work = jobs(0.0, 0.0625)  # the second waits 0.1875 s, 0.125 s of them since it was added
+    assert drive(Engine(), work, limits=Limits(slo=Slo(0.15, 10.0), share=1.0)).stopped is not None
+    assert drive(Engine(), work, limits=Limits(slo=Slo(0.2, 10.0), share=1.0)).stopped is None
+
+
 def test_the_lead_in_does_not_give_a_run_up():
     work, slo = jobs(*[0.0] * 8, 5.0, 6.0), Slo(0.2, 10.0)
     assert drive(Engine(slots=1), work, limits=Limits(slo=slo, share=0.9)).stopped is not None
