@@ -228,6 +228,10 @@ def _drop_bookkeeping(gm: fx.GraphModule) -> None:
         elif name == "dropout" and not node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
+        elif name.endswith("_") and not name.endswith("__") and not node.users:
+            raise UnsupportedModelError(
+                f"the forward writes into a tensor with {name} ({node.name}) and drops the result, which a graph loses; use what {name} returns"
+            )
     output = next(n for n in gm.graph.nodes if n.op == "output")
     output.args = (output.args[0][0],)  # Dynamo returns a tuple of one
     gm.graph.eliminate_dead_code()

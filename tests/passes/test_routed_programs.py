@@ -12,7 +12,7 @@ from depthfx.skippers import make_skipper
 from depthfx.skippers.plugins import POLICIES
 from depthfx.skippers.projectors.identity import Identity
 from tests.families.configs import build
-from tests.passes.toys import toy
+from tests.passes.toys import toy, with_mlp
 
 PLAIN = {"inductor": False, "program_cache": False, "kv_blocks": 16, "max_batch_size": 2}
 IDS = torch.tensor([[5, 9, 2, 7]])
@@ -105,6 +105,16 @@ def test_a_weight_in_another_dtype_leaves_the_hidden_state_as_it_is(dtype):
     compiled = depthfx.compile(model, skipper=skipper, **PLAIN)
     compiled.generate(IDS, **GREEDY)
     assert compiled.engine.routes.counts().project == (3,)
+
+
+def test_a_model_that_drops_the_result_of_a_write_in_place_is_refused():
+    def mlp(module, x):
+        y = x * module.weight
+        y.mul_(3.0)
+        return y
+
+    with pytest.raises(UnsupportedModelError, match=r"writes into a tensor with mul_ .*use what mul_ returns"):
+        depthfx.compile(with_mlp(mlp), **PLAIN)
 
 
 class InPlace(Policy):
