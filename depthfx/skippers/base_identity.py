@@ -1,7 +1,7 @@
 """Whether a model is the one that a skipper was trained on: hashes over a sample of all its weights.
 
-64 evenly spaced elements of each weight count, with the weight's name and shape, once rounded to each of FP32, BF16 and FP16. So a model
-that is loaded in another dtype than the skipper's base is still known: rounded alike, both give one hash.
+64 evenly spaced elements of each weight count, with the weight's name and shape, once rounded to each of FP32, BF16 and FP16; one equal hash
+is enough. So a base that is loaded in another dtype, or nested (which keeps of BF16 what FP16 holds), is still known.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_same_base(stored: Mapping[str, str], model: Any) -> bool:
     mine = base_identity(model)
     if mine is None:
         return True
-    return any(mine.get(dtype) == stored.get(dtype, "") for dtype in (stored.get("dtype", ""), mine["dtype"]) if dtype)
+    return any(mine[name] == stored.get(name) for name in map(_name, _DTYPES))
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:

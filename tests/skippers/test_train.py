@@ -142,6 +142,8 @@ def test_the_result_names_its_base_and_its_training(trained):
     assert found.loss == pytest.approx(config["training"]["evaluation"]["loss"], rel=1e-6)
     for dtype in (torch.bfloat16, torch.float16):  # the same weights, rounded
         assert load_skipper(trained / "skipper", model(dtype)).policies[0].router_enc.weight.dtype is dtype
+    nested = depthfx.compile(model(torch.bfloat16), weights="nested", inductor=False, kv_blocks=8)
+    assert load_skipper(trained / "skipper", nested).layers == (2, 3)
     other = model()
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight.add_(1e-2)

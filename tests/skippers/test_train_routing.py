@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from depthfx.errors import SettingError, SkipperError
 from depthfx.skippers import make_skipper
 from depthfx.skippers.train.parts import find_parts
 from depthfx.skippers.train.routing import routed_training
-from tests.families.configs import FAMILIES, build
+from tests.families.configs import FAMILIES, SIZES, build, randomised
 from tests.families.routed_cases import make, reference, small
 from tests.families.routed_reference import routed_answer
 
@@ -155,3 +156,27 @@ def test_residual_streams_that_are_not_only_added_to_are_refused():
         find_parts(model, [1])
     with pytest.raises(SkipperError, match=r"routed layers \[7\] are none of the model's 3 layers"):
         find_parts(small("llama"), [7])
+
+
+OTHERS = {
+    "falcon": (hf.FalconConfig, {}, None),  # adds to its MLP's output in place
+    "phi": (hf.PhiConfig, {}, None),
+    "mixtral": (hf.MixtralConfig, {}, "has no MLP whose first projection reads rows"),
+    "bloom": (hf.BloomConfig, {"n_layer": 3, "n_head": 4}, "or a part that adds its input itself"),
+    "openai": (hf.OpenAIGPTConfig, {}, "has 0 children that mix tokens"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_train_or_are_refused(name):
+    config, options, reason = OTHERS[name]
+    model = randomised(config(**{**SIZES, **options}))
+    if reason is not None:
+        with pytest.raises(SkipperError, match=reason):
+            find_parts(model, [2])
+        return
+    skipper = make_skipper(model, "flexidepth", "adapter", layers=[1, 2], gate="mlp")
+    with routed_training(model, skipper) as routing:
+        model(input_ids=torch.tensor([IDS]), use_cache=False).logits.square().mean().backward()
+    assert 0 < float(torch.stack(routing.actions).float().mean()) < 1
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in skipper.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Metrics:
         self.bar: Any = tqdm(total=steps, initial=steps_done, disable=not (active and progress), unit="step")
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append one line, and say it through the logger ``depthfx.train``."""
+        """Append one line, and say it above the bar, or without one through the logger ``depthfx.train``."""
         if not self.active:
             return
         try:
@@ -38,7 +39,11 @@ class Metrics:
             raise SkipperError(
                 f"{self.path} cannot be written ({error}); make room, and start again: the run goes on from its state"
             ) from error
-        log.info("%s", ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items() if k != "skipped"))
+        text = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items() if k != "skipped")
+        if self.bar.disable:
+            log.info("%s", text)
+        else:
+            self.bar.write(text, file=sys.stderr)
 
     def advance(self, loss: float, skipped: float) -> None:
         """One step more on the bar."""

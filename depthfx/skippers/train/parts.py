@@ -95,7 +95,10 @@ class _Probe:
             )
         mlp = [c for c in calls if c.module not in inside and _has_matrix(c.module)]
         if not mlp or mlp[0].read is None or mlp[0].read.shape != self.hidden.shape:
-            raise SkipperError(f"{self.who} has no MLP that reads rows of the hidden size; training a skipper needs one")
+            raise SkipperError(
+                f"{self.who} has no MLP whose first projection reads rows [B, S, H] (none at all, experts, or rows that are joined first); "
+                "training a skipper needs one"
+            )
         order = [c.module for c in calls]
         ends = [c for c in calls if c.module in self.children and any(True for _ in c.module.parameters())]
         end = ends[-1].module
@@ -115,7 +118,9 @@ class _Probe:
             calls.append(_Call(module, next(iter(wide or tensors), None)))
 
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            next(c for c in reversed(calls) if c.module is module).gave = _first(output)
+            given = _first(output)
+            if isinstance(given, torch.Tensor):  # a clone: the layer may add to it in place
+                next(c for c in reversed(calls) if c.module is module).gave = given.clone()
 
         inner = [m for m in self.layer.modules() if m is not self.layer]
         handles = [m.register_forward_hook(end, with_kwargs=True) for m in inner]
@@ -130,8 +135,8 @@ class _Probe:
     def _check(self, parts: LayerParts) -> None:
         if not torch.equal(self._output(parts, 0, 0), self.hidden):
             raise SkipperError(
-                f"{self.who} does not return its input where attention and MLP give nothing (a norm with a bias after a branch, or a norm on "
-                "the residual stream); training a skipper needs a residual stream that parts only add to"
+                f"{self.who} does not return its input where attention and MLP give nothing (a norm with a bias after a branch, a norm on "
+                "the residual stream, or a part that adds its input itself); training a skipper needs a residual stream that parts only add to"
             )
         zero, one, two = (self._output(parts, 1, factor).float() for factor in (0, 1, 2))
         limit = 64 * torch.finfo(self.hidden.dtype).eps * float(two.abs().max() + 1)
