@@ -63,7 +63,7 @@ def _version(package: str) -> str:
 def _own_text() -> str:
     """Hash of the source of all files that shape the graph."""
     root = Path(__file__).resolve().parent.parent
-    folders = ("passes/*.py", "lowering/**/*.py", "skippers/**/*.py")
+    folders = ("passes/*.py", "lowering/**/*.py", "skippers/*.py", "skippers/policies/*.py", "skippers/projectors/*.py")
     files = [f for pattern in folders for f in sorted(root.glob(pattern))] + [
         root / f"{n}.py" for n in ("contracts", "records", "settings")
     ]
