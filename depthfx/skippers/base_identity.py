@@ -1,7 +1,7 @@
 """Whether a model is the one that a skipper was trained on: hashes over a sample of all its weights.
 
-64 evenly spaced elements of each weight count, with the weight's name and shape, once rounded to each of FP32, BF16 and FP16; one equal hash
-is enough. So a base that is loaded in another dtype, or nested (which keeps of BF16 what FP16 holds), is still known.
+64 evenly spaced elements of each weight count, with the weight's name and shape, as they are and rounded to BF16, to FP16, and to one after
+the other; one equal hash is enough. So a base that is loaded in another dtype, or nested (which keeps of BF16 what FP16 holds), is known.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from torch import nn
 from depthfx.lowering.nested_linear import NestedLinear
 
 _SAMPLES = 64
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROUNDINGS = {
+    "float32": (torch.float32,),
+    "bfloat16": (torch.bfloat16,),
+    "float16": (torch.float16,),
+    "bfloat16, float16": (torch.bfloat16, torch.float16),
+}
 
 
 def base_identity(model: Any) -> dict[str, str] | None:
-    """``dtype`` of the model and a hash for each dtype's name; None for a config alone, or for weights without values."""
+    """``dtype`` of the model and a hash for each rounding; None for a config alone, or for weights without values."""
     if not isinstance(model, nn.Module):
         return None
-    found = {name: hashlib.sha256() for name in map(_name, _DTYPES)}
+    found = {name: hashlib.sha256() for name in _ROUNDINGS}
     samples: list[torch.Tensor] = []
     for name, weight in sorted(_weights(model).items()):
         if weight.is_meta:
@@ -35,9 +40,15 @@ def base_identity(model: Any) -> dict[str, str] | None:
     if not samples:
         return None
     values = torch.cat([s.to(samples[0].device) for s in samples]).cpu()
-    for dtype in _DTYPES:
-        found[_name(dtype)].update(values.to(dtype).float().numpy().tobytes())
-    return {"dtype": _name(getattr(model, "dtype", torch.float32)), **{name: digest.hexdigest() for name, digest in found.items()}}
+    for name, dtypes in _ROUNDINGS.items():
+        rounded = values
+        for dtype in dtypes:
+            rounded = rounded.to(dtype)
+        found[name].update(rounded.float().numpy().tobytes())
+    return {
+        "dtype": str(getattr(model, "dtype", None)).removeprefix("torch."),
+        **{name: digest.hexdigest() for name, digest in found.items()},
+    }
 
 
 def is_same_base(stored: Mapping[str, str], model: Any) -> bool:
@@ -45,7 +56,7 @@ def is_same_base(stored: Mapping[str, str], model: Any) -> bool:
     mine = base_identity(model)
     if mine is None:
         return True
-    return any(mine[name] == stored.get(name) for name in map(_name, _DTYPES))
+    return any(mine[name] == stored.get(name) for name in _ROUNDINGS)
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -54,7 +65,3 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(module, NestedLinear):
             found[f"{name}.weight"] = module.weight
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
