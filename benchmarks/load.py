@@ -57,17 +57,16 @@ Rows = list[dict[str, Any]]
 class Workload:
     """What the repeats of a command ask for: asks and arrivals by seed, the same for every arm."""
 
-    def __init__(self, args: argparse.Namespace, model: Any) -> None:
-        self.args, self.vocabulary = args, model.config.vocab_size
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.vocabulary = args, load_arms.vocabulary_of(args)
         self.tokenize, self.tokenizer = load_arms.load_tokenizer(args, self.vocabulary)
         is_trace = args.arrivals not in ("poisson", "gamma")
         self.trace = read_trace(Path(args.arrivals), args.first, args.requests) if is_trace else None
-        if self.trace is None and args.factors:
-            raise SystemExit("--factors needs a trace; give --rates for --arrivals poisson or gamma")
         natural = mean_rate([r.arrival_s for r in self.trace]) if self.trace else 0.0
         self.rates = [f * natural for f in args.factors] if args.factors else args.rates or ([natural] if self.trace else [])
         self.recorded = json.loads(Path(args.output_lengths).read_text()) if args.output_lengths else None
         self.num_cut = 0
+        self.asks(0)  # what is wrong with the files shows before anything is compiled
 
     def asks(self, repeat: int) -> list[Ask]:
         """Prompts and output lengths of one repeat."""
@@ -108,11 +107,14 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, common.default_device()
         torch.zeros(1, device=self.device)  # PyTorch's context first
+        try:
+            self.workload = Workload(args)
+        except ValueError as error:
+            raise SystemExit(f"load: {error}") from error
         self.slo, base = self._slo()
         self.rows: Rows = [{"kind": "SLO", **asdict(self.slo), "T_base": base}]
         self.series: dict[str, dict[str, Any]] = {}
         self.lengths: dict[str, list[int]] = {}
-        self.workload: Workload | None = None
         self._model: Any = None
         self._name = ""
 
@@ -131,8 +133,9 @@ class Bench:
         if self._name != name:
             self.close()
             self._model, self._name = load_arms.build(name, self.args, self.device), name
-            self.workload = self.workload or Workload(self.args, self._model)
-            load_arms.warm_up(self._model, self.workload.asks(0)[: min(16, self.args.max_batch)])
+            asks = self.workload.asks(0)
+            load_arms.check_room(self._model, asks)
+            load_arms.warm_up(self._model, asks[: min(16, self.args.max_batch)])
         return self._model
 
     def close(self) -> None:
@@ -146,7 +149,6 @@ class Bench:
         """One run of an arm at a rate, as a row."""
         model = self.arm(name)
         load_arms.reset(model)
-        assert self.workload is not None
         jobs = self.workload.jobs(asks, rate, repeat)
         timeline = model.engine.timeline()
         eos = _eos(model) if self.args.work == "natural" else ()
@@ -182,8 +184,10 @@ class Bench:
         base = self.args.arms[0]
         runs = [r for r in self.rows if r["kind"] == "run"]
         means = [{"kind": "mean", **r} for r in aggregate(runs, ("arm", "rate"), METRICS, base)]
-        capacities = [r for r in self.rows if r["kind"] == "capacity" and r["status"] == "found"]
-        means += [{"kind": "mean capacity", **r} for r in aggregate(capacities, ("arm",), ["capacity/s"], base)]
+        ends = [r for r in self.rows if r["kind"] == "capacity"]
+        open_ended = {r["arm"] for r in ends if r["status"] != "found"}  # of these, a mean would say nothing
+        found = [r for r in ends if r["arm"] not in open_ended]
+        means += [{"kind": "mean capacity", **r} for r in aggregate(found, ("arm",), ["capacity/s"], base)]
         series = [
             {"kind": "series", "arm": n, "rate": s["rate"], "samples": [asdict(x) for x in load_plots.thinned(s["samples"])]}
             for n, s in self.series.items()
@@ -211,8 +215,6 @@ def _counted(run: Run) -> dict[str, Any]:
 
 def sweep(bench: Bench, name: str, repeat: int) -> None:
     """All rates, lowest first."""
-    bench.arm(name)
-    assert bench.workload is not None
     asks = bench.workload.asks(repeat)
     for rate in sorted(bench.workload.rates):
         bench.rows.append({"kind": "run", **bench.run(name, asks, rate, repeat, Limits(seconds=bench.args.limit_s))})
@@ -221,8 +223,6 @@ def sweep(bench: Bench, name: str, repeat: int) -> None:
 def capacity(bench: Bench, name: str, repeat: int) -> None:
     """Bisection; a run is given up once it cannot attain the share."""
     args = bench.args
-    bench.arm(name)
-    assert bench.workload is not None
     asks = bench.workload.asks(repeat)
     limits = Limits(args.limit_s, bench.slo, args.share, args.lead_in)
 
@@ -276,11 +276,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=0.9, help="that must attain the SLO")
     parser.add_argument("--name", default="run", help="of the files: DATE-load-NAME")
     args = parser.parse_args()
+    check_arguments(parser, args)
+    return args
+
+
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses options that would be ignored beside others."""
+    is_trace = args.arrivals not in ("poisson", "gamma")
+    if len(set(args.arms)) < len(args.arms):
+        parser.error("--arms names one of them twice")
     if args.work == "natural" and args.max_output is None:
         parser.error("--work natural needs --max-output")
-    if not args.rates and not args.factors and args.capacity is None and args.arrivals in ("poisson", "gamma"):
+    if args.work == "natural" and (args.output_tokens or args.output_lengths):
+        parser.error("--work natural lets answers end by themselves; --output-tokens and --output-lengths are of --work matched")
+    if args.record_lengths and args.work == "matched":
+        parser.error("--record-lengths needs --work natural")
+    if args.output_tokens and args.output_lengths:
+        parser.error("--output-tokens and --output-lengths: give one of them")
+    if args.lengths and args.input_tokens:
+        parser.error("--lengths and --input-tokens: give one of them")
+    if args.examples and not args.lengths:
+        parser.error("--examples needs --lengths")
+    if args.rates and args.factors:
+        parser.error("--rates and --factors: give one of them")
+    if args.factors and not is_trace:
+        parser.error("--factors needs the file of a trace as --arrivals")
+    if not args.rates and not args.factors and args.capacity is None and not is_trace:
         parser.error("give --rates or --capacity")
-    return args
 
 
 def turns(args: argparse.Namespace) -> list[tuple[str, int]]:
@@ -308,9 +330,12 @@ def main() -> None:
         for metric in ("tokens/s", "SLO %", "mean E2E s", "p99 TTFT s"):
             shown += [metric, f"{metric} +-", *([f"{metric} vs {args.arms[0]} %"] if len(args.arms) > 1 else [])]
         common.print_table(means, shown)
+    ends = [r for r in rows if r["kind"] in ("capacity", "mean capacity")]
+    if ends:
+        shown = ["kind", "arm", "repeat", "capacity/s", "status", "fails_at", "capacity/s +-"]
+        common.print_table(ends, shown + [f"capacity/s vs {args.arms[0]} {sign}" for sign in ("%", "+-")] * (len(args.arms) > 1))
     if args.record_lengths:
         Path(args.record_lengths).write_text(json.dumps(bench.lengths))
-    assert bench.workload is not None
     title = f"{args.model or args.shape}: {args.requests} requests, {Path(args.arrivals).stem} arrivals, {args.work} work"
     load_plots.draw_load(base.with_suffix(".png"), title, means, bench.series, bench.slo.ttft_s)
     print(f"prompts by {bench.workload.tokenizer if args.lengths else 'random ids'}; wrote {base}.json and .png")

@@ -83,6 +83,28 @@ def load_model(args: argparse.Namespace, device: torch.device) -> Any:
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, local_files_only=True).to(device).eval()
 
 
+def vocabulary_of(args: argparse.Namespace) -> int:
+    """Size of the vocabulary of ``--model`` or ``--shape``, before any weights are loaded."""
+    if args.model is None:
+        return int(common.SHAPES[args.shape][1]["vocab_size"])
+    from transformers import AutoConfig
+
+    from depthfx.smollm2 import converted_folder
+
+    folder = converted_folder() if args.model == "smollm2" else args.model
+    return int(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().vocab_size)
+
+
+def check_room(model: Any, asks: list[Ask]) -> None:
+    """Exits with the reason where the longest ask does not fit the engine: it would be refused, or end early, in the middle of a run."""
+    scheduler = model.engine._scheduler
+    most = min(scheduler.max_model_len, scheduler.manager.max_request_tokens)
+    longest = max(len(a.prompt) + a.output_tokens for a in asks)
+    if longest > most:
+        raise SystemExit(f"the longest request has {longest} tokens, context and KV of this arm allow {most}; "
+                         "set --max-input and --max-output, or raise --max-len, --budget-gib or --kv-blocks")  # fmt: skip
+
+
 def load_tokenizer(args: argparse.Namespace, vocabulary: int) -> tuple[Tokenizer, str]:
     """The model's own tokenizer, or a stand-in where weights are random; and what it is, for the report."""
     if args.model is None:

@@ -9,7 +9,8 @@ Of one request, arrival being the moment the schedule names, whether or not the 
 
 Of a run: latencies are over the requests that arrived in the measuring window (latencies of those that were cut off are not known; they
 count as missing the SLO). The window is the time of injection, from the end of the lead-in to the last arrival. Tokens and requests a
-second are those that came out, or ended, inside it, over its length: what is drained afterwards does not count.
+second are those that came out, or ended, inside it, over its length: what is drained afterwards does not count. Of a run that was
+given up it is only known that too few attain the SLO; its other figures are those of what was served until then.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ def paired_change(base: Sequence[float], other: Sequence[float]) -> tuple[float,
 def aggregate(rows: Sequence[dict[str, Any]], keys: Sequence[str], metrics: Sequence[str], base: str | None) -> list[dict[str, Any]]:
     """Rows of repeats brought together by ``keys`` (the first one is the arm): mean and ``... +-`` of each metric, over the repeats that have it.
 
-    With ``base`` also ``... vs BASE %`` and its ``+-``: changes against that arm, paired by ``row["repeat"]``. Order as in ``rows``.
+    With ``base`` also ``... vs BASE %`` and its ``+-``: changes against that arm, paired by ``row["repeat"]``; none where a value of the base is 0.
+    Order as in ``rows``.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -211,8 +213,8 @@ def aggregate(rows: Sequence[dict[str, Any]], keys: Sequence[str], metrics: Sequ
             if values:
                 merged[metric], merged[f"{metric} +-"] = interval(values)
             pairs = [(partners[m["repeat"]].get(metric), m.get(metric)) for m in members if m["repeat"] in partners]
-            pairs = [(a, b) for a, b in pairs if a and b is not None]
-            if pairs:
+            pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
+            if pairs and all(a for a, _ in pairs):
                 change = paired_change([a for a, _ in pairs], [b for _, b in pairs])
                 merged[f"{metric} vs {base} %"], merged[f"{metric} vs {base} +-"] = change
         found.append(merged)

@@ -152,3 +152,8 @@ def test_rows_are_brought_together_by_arm_and_rate_and_paired_by_repeat():
     assert merged["b", 1.0]["x vs a +-"] == 0.0
     assert "x vs a %" not in merged["b", 2.0]
     assert all("missing" not in r for r in merged.values())
+
+
+def test_a_base_of_zero_has_no_changes():
+    rows = [{"arm": arm, "rate": 1.0, "repeat": i, "x": x} for arm, values in (("a", (0, 2)), ("b", (1, 3))) for i, x in enumerate(values)]
+    assert "x vs a %" not in aggregate(rows, ("arm", "rate"), ["x"], "a")[1]
