@@ -6,7 +6,8 @@ below html/_sources), and several hundred steps:
 
     python examples/train_skipper.py --texts FOLDER --pattern "*.rst.txt" --steps 500 --length 512 --batch 16 --out RUN
 
-Started again with the same arguments, it goes on where it was stopped; `accelerate launch` in place of `python` uses several processes.
+Started again with the same arguments, it goes on where it was stopped; `accelerate launch` (on CPUs: `torchrun`) in place of `python` uses
+several processes.
 """
 
 import argparse
