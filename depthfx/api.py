@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from depthfx.alloc.manager import MemoryManager
 from depthfx.alloc.units import SharedRegion
 from depthfx.contracts import Skipper
-from depthfx.errors import SettingError, UnsupportedModelError, UnsupportedOptionError
+from depthfx.errors import SettingError, SkipperError, UnsupportedModelError, UnsupportedOptionError
 from depthfx.lowering import ops
 from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.lowering.kernel_spec import is_hopper
@@ -111,8 +111,17 @@ def _usable(skipper: Skipper | str | Path | None, model: PreTrainedModel, settin
     if isinstance(skipper, (str, Path)):
         skipper = load_skipper(skipper, model)
     config, weight = model.config.get_text_config(), next(model.parameters())
-    skipper = skipper.to(weight.device, weight.dtype).eval()
-    validate(skipper, config.hidden_size, config.num_hidden_layers, weight.dtype, weight.device)
+    skipper = skipper.to(weight.device).eval()  # its dtype is its own affair: a router may well compute in float32
+    others = {p.dtype for p in skipper.parameters()} - {weight.dtype}
+    try:
+        validate(skipper, config.hidden_size, config.num_hidden_layers, weight.dtype, weight.device)
+    except SkipperError as error:
+        if not others:
+            raise
+        names = ", ".join(sorted(map(str, others)))
+        raise SkipperError(
+            f"{error} (the model is {weight.dtype}, the skipper has weights in {names}: skipper.to({weight.dtype}) may help)"
+        ) from error
     return skipper
 
 
