@@ -4,7 +4,7 @@ Without arguments a few short steps on the language reference that every Python 
 trains nothing worth having. For more, name a folder of text, say the sources of the whole documentation (Debian's package python3.11-doc,
 below html/_sources), and several hundred steps:
 
-    python examples/train_skipper.py --texts FOLDER --pattern "*.rst.txt" --steps 500 --length 512 --batch 16 --out RUN
+    python examples/train_skipper.py --texts FOLDER --pattern "*.rst.txt" --steps 500 --rate 1e-3 --length 512 --batch 16 --out RUN
 
 Started again with the same arguments, it goes on where it was stopped; `accelerate launch` (on CPUs: `torchrun`) in place of `python` uses
 several processes.
@@ -32,6 +32,7 @@ def main(arguments: tuple[str, ...] = ()) -> float:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=48)
+    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--skip", type=float, default=0.4, help="share of routed rows that are to skip")
     asked = parser.parse_args(arguments)
 
@@ -48,8 +49,8 @@ def main(arguments: tuple[str, ...] = ()) -> float:
 
     skipper = make_skipper(model, "flexidepth", "adapter", layers=range(22, 30), gate="mlp")
     settings = TrainSettings(
-        stages=(Stage(steps=asked.steps, learning_rate=1e-3, penalty=0.0),), batch_size=asked.batch, micro_batch=min(4, asked.batch),
-        distill=1.0, target_skip=asked.skip, log_every=1,
+        stages=(Stage(steps=asked.steps, learning_rate=asked.rate, penalty=0.0),), batch_size=asked.batch, micro_batch=min(4, asked.batch),
+        decision="straight_through", distill=1.0, target_skip=asked.skip, log_every=1,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(asked.out or temporary)

@@ -73,9 +73,9 @@ class TrainSettings:
     # a controller in place of a fixed penalty
     target_skip: float | None = None  # share of routed rows that are to skip; the penalty follows, below 0 where too many skip
     max_penalty: float = 1.0  # bound of the controller's penalty in both directions
-    controller_gain: float = 0.1  # penalty, as share of its bound, for a skip share that is 1 away from the target
-    controller_rate: float = 0.01  # share of the bound that the penalty moves in each step, likewise
-    controller_memory: float = 0.9  # of the running mean of the skip share
+    controller_gain: float = 1.0  # penalty, as share of its bound, for a skip share that is 1 away from the target
+    controller_rate: float = 0.005  # share of the bound that the penalty moves in each step, likewise
+    controller_memory: float = 0.7  # of the running mean of the skip share
 
     # the run
     log_every: int = 10  # steps
