@@ -18,7 +18,8 @@ _POINTWISE = frozenset(
     "to float half bfloat16 type_as type clamp clamp_ clip abs sign where masked_fill maximum minimum square add_ mul_ sub_ div_ iadd imul isub "
     "itruediv contiguous clone detach dropout eq ne lt gt le ge logical_and logical_or logical_not bitwise_not hardtanh threshold "
     "leaky_relu elu relu6 zeros_like ones_like full_like empty_like alias identity copy nan_to_num square_ floor ceil round trunc and_ or_ "
-    "xor invert bool long int remainder fmod mod bitwise_xor bitwise_and bitwise_or rshift lshift bitwise_right_shift bitwise_left_shift".split()
+    "rsub rmul radd rtruediv rpow xor invert bool long "
+    "int remainder fmod mod bitwise_xor bitwise_and bitwise_or rshift lshift bitwise_right_shift bitwise_left_shift".split()
 )
 _REDUCTIONS = frozenset("mean sum amax amin max min var std norm softmax log_softmax cumsum prod logsumexp argmax argmin all any".split())
 _RESHAPES = frozenset("view reshape flatten unflatten squeeze unsqueeze view_as _unsafe_view".split())
@@ -55,7 +56,8 @@ def check_rows(gm: fx.GraphModule, ctx: PassContext) -> None:
 def _name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._opname
-    return str(getattr(node.target, "__name__", node.target))
+    name = str(getattr(node.target, "__name__", node.target))
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name  # some versions call operators by their methods
 
 
 def _row_dims(node: Any, ctx: PassContext) -> list[int]:

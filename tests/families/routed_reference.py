@@ -61,10 +61,10 @@ def routed_answer(
     """``token_ids`` through ``model`` of family ``name`` without a cache; ``routed``: whether prompt and answer ask the skipper."""
     names, cached = NAMES.get(name, PLAIN), DynamicCache()
     layers = model.get_submodule(names.layers)
-    is_prompt = torch.arange(len(token_ids)) < num_prompt
-    forced = ~torch.where(is_prompt, torch.tensor(routed[0]), torch.tensor(routed[1]))
-    sequence = _Sequence(skipper, names, number_of(request_id), is_prompt, forced)
-    with ExitStack() as stack, torch.no_grad():
+    with model.device, ExitStack() as stack, torch.no_grad():
+        is_prompt = torch.arange(len(token_ids)) < num_prompt
+        forced = ~torch.where(is_prompt, torch.tensor(routed[0]), torch.tensor(routed[1]))
+        sequence = _Sequence(skipper, names, number_of(request_id), is_prompt, forced)
         for place, index in enumerate(skipper.layers):
             stack.enter_context(_replaced_forward(layers[index], sequence.layer(layers[index], place)))
         logits = model(torch.tensor([token_ids]), past_key_values=cached, use_cache=True).logits[0]

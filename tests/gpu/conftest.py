@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["DEPTHFX_PARALLEL_WARMUP"] = "0"  # each of a dozen processes would start a dozen compilers
+
 LONG = ("test_elastic.py", "test_routed.py", "test_kv_offload.py", "test_weight_offload.py", "test_engine.py")
 
 
