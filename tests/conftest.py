@@ -16,9 +16,10 @@ torch.manual_seed(0)
 
 # Files that take longest, so that no process is left alone with one of them at the end.
 LONG = (
-    "serving/test_smollm2_tokens", "passes/test_program_store", "families/test_every_family", "families/test_routed_families", "runtime/test_elastic.py",
-    "families/test_nested_families", "families/test_routed_serving", "runtime/test_elastic_faults", "families/test_fp8_kv", "passes/test_bind_nested",
-    "kernels/test_native_cpu", "test_cli", "alloc/test_shared_model", "kernels/test_precompile", "runtime/test_model", "test_examples",
+    "families/test_routed_families", "serving/test_smollm2_tokens", "families/test_routed_serving", "passes/test_program_store",
+    "families/test_every_family", "runtime/test_elastic.py", "families/test_nested_families", "skippers/test_train", "runtime/test_elastic_faults",
+    "families/test_fp8_kv", "passes/test_bind_nested", "kernels/test_native_cpu", "test_cli", "alloc/test_shared_model", "kernels/test_precompile",
+    "runtime/test_model", "test_examples", "benchmarks/",
 )  # fmt: skip
 
 

@@ -37,6 +37,9 @@ _BY_VERSION = frozenset(sys.stdlib_module_names) | {"torch", "triton", "numpy", 
 _RECORDS = frozenset({types.SimpleNamespace, argparse.Namespace})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
+# Globals of transformers' own functions that count; its version and the text of its files stand for the rest.
+_FIXED = (*_PLAIN, types.FunctionType, types.BuiltinFunctionType, type, tuple)
+
 
 def program_key(model: torch.nn.Module, settings: Settings, target: str, skipper: torch.nn.Module | None = None) -> str:
     """Hex digest for ``model`` on its device, compiled with ``settings`` for ``target``; with ``skipper``, of the routed program."""
@@ -193,7 +196,10 @@ class _Description:
             except ValueError:
                 cells.append("empty")
         names = sorted(_names(function.__code__))
-        near = {n: self._global(function.__globals__[n], names) for n in names if n in function.__globals__}
+        near = {n: function.__globals__[n] for n in names if n in function.__globals__}
+        if function.__module__.split(".")[0] == "transformers":  # its registries grow with every model that the process has met
+            near = {n: v for n, v in near.items() if isinstance(v, _FIXED)}
+        near = {n: self._global(v, names) for n, v in near.items()}
         held = [function.__defaults__, function.__kwdefaults__]
         return f"{self._of(function)} {self._of(function.__code__)} {self._of(held)} {cells} {near}"
 

@@ -26,7 +26,7 @@ from depthfx.report import CompileReport
 from depthfx.settings import Settings
 from depthfx.skippers import make_skipper
 from depthfx.skippers.projectors.identity import Identity
-from tests.families.configs import SOME_FAMILIES, build
+from tests.families.configs import build
 from tests.passes.toys import toy
 
 ROWS = torch.tensor([[5, 9, 2, 7, 11, 3, 60, 1]])
@@ -59,7 +59,7 @@ def logits_of(compiled) -> list[torch.Tensor]:
     return list(out.logits)
 
 
-@pytest.mark.parametrize("family", SOME_FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
 def test_a_loaded_program_is_the_captured_one(family, tmp_path, monkeypatch):
     settings = settings_in(tmp_path)
     fresh, ctx, report = rewritten(build(family), settings)
@@ -295,6 +295,12 @@ def test_settings_and_target_are_in_the_key_where_they_shape_the_graph():
     assert len(set(keys)) == 6
     for same in ({"kv_blocks": 7}, {"check": True}, {"inductor": False}):
         assert program_key(model, Settings(**same), "cpu") == keys[0]
+
+
+def test_other_models_of_the_process_change_no_key():
+    before = program_key(toy(), Settings(), "cpu")
+    depthfx.compile(build("gemma2"), inductor=False, kv_blocks=8, max_batch_size=2, program_cache=False)
+    assert program_key(toy(), Settings(), "cpu") == before
 
 
 def test_another_process_finds_the_same_key():
