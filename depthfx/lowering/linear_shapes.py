@@ -14,7 +14,7 @@ from depthfx.lowering.nested_linear import linears_to_nest
 def linear_products(model: Any) -> list[tuple[int, int, bool]]:
     """Distinct ``(N, K, gated)`` of a Hugging Face decoder in order of use, as the passes join them; without the LM head.
 
-    Linears that read the same tensor are one product. It is gated (N counts gate and up rows) where its module holds an activation
+    Linears of one module that read the same tensor are one product. It is gated (N counts gate and up rows) where its module holds an activation
     and its next linear takes half of the outputs. A forward pass on the meta device shows who reads what;
     :class:`UnsupportedModelError` where the model has none.
     """
@@ -31,15 +31,16 @@ def linear_products(model: Any) -> list[tuple[int, int, bool]]:
 
 
 def _groups(model: Any) -> list[tuple[str, list[nn.Linear]]]:
-    """Linears in order of use with the path of their module; those that read the same tensor together."""
+    """Linears in order of use with the path of their module; those of one module that read the same tensor together."""
     seen: list[tuple[str, list[nn.Linear], torch.Tensor]] = []
 
     def note(path: str, module: nn.Linear, x: torch.Tensor) -> None:
-        for _, linears, read in seen:
-            if read is x and (linears[0].bias is None) == (module.bias is None):
+        parent = path.rpartition(".")[0]
+        for other, linears, read in seen:
+            if read is x and other == parent and (linears[0].bias is None) == (module.bias is None):
                 linears.append(module)
                 return
-        seen.append((path.rpartition(".")[0], [module], x))
+        seen.append((parent, [module], x))
 
     hooks = []
     for path in linears_to_nest(model):
