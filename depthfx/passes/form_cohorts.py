@@ -155,8 +155,9 @@ class _Layer:
             pending.extend(node.all_input_nodes)
         raise SkipperError(f"layer {self.span.path} ({self.span.class_name}): its keys come from no linear that a skipper could look at")
 
-    def _branches(self, out: fx.Node) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
-        """What is added to the residual stream on the way to ``out``, and the stream's value that each addition starts from."""
+    def _mlp(self, out: fx.Node) -> tuple[fx.Node, fx.Node, set[fx.Node]]:
+        """The MLP branch: what is added to the residual stream on the way to ``out`` without attention in it; the stream's value that it
+        starts from; its nodes."""
         path = _stream(out, self.span.hidden_in)
         if path is None:
             raise SkipperError(
@@ -173,18 +174,13 @@ class _Layer:
             else:
                 leaves.append(branch)
         mlps = [leaf for leaf in leaves if self.attend not in self._blocked(leaf, stream)]
-        starts = {leaf: next((s for s in stream if any(s in n.all_input_nodes for n in self._blocked(leaf, stream))), out) for leaf in mlps}
-        return mlps, starts
-
-    def _mlp(self, out: fx.Node) -> tuple[fx.Node, fx.Node, set[fx.Node]]:
-        """The MLP branch, the stream's value it starts from, and its nodes."""
-        mlps, starts = self._branches(out)
         if len(mlps) != 1:
             raise SkipperError(
                 f"layer {self.span.path} ({self.span.class_name}) has {len(mlps)} branches beside attention; this skipper needs one, the MLP"
             )
-        path = _stream(out, self.span.hidden_in) or []
-        return mlps[0], starts[mlps[0]], self._blocked(mlps[0], {add for add, _ in path} | {self.span.hidden_in})
+        nodes = self._blocked(mlps[0], stream)
+        start = next((s for s in stream if any(s in n.all_input_nodes for n in nodes)), out)
+        return mlps[0], start, nodes
 
     def _blocked(self, end: fx.Node, stream: set[fx.Node]) -> set[fx.Node]:
         """Nodes of the layer that ``end`` follows from without passing through the stream."""

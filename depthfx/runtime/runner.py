@@ -110,7 +110,7 @@ class Runner:
         self._take_histories(plan)
         sampled = plan.sampled
         precision = self.flags.send(plan.precision)  # after all steps before, which read the old flags
-        routed = plan.routed
+        routed = self.routed is not None and plan.routed
         graph = self.graphs.find(plan, precision, routed)
         uploaded = self.staging.upload(plan, graph.bucket if graph else None, routed)
         if graph is not None:

@@ -163,7 +163,8 @@ class Scheduler:
             return self.plan() if preempted else None  # all who ran were preempted: one of them can be admitted again
         precision = self.precision  # now that no more blocks are taken
         for request, chunk in zip((*decoding, *prefilling), (*decodes, *prefills)):
-            request.plan_under(state_of(precision, chunk.routed, self.route_reads, request.number, chunk.is_prompt), chunk.start)
+            state = state_of(precision, True, self.route_reads, request.number, chunk.is_prompt) if chunk.routed else precision
+            request.plan_under(state, chunk.start)
         plan = StepPlan(self._next_step, decodes, tuple(prefills), self.manager.take_table_writes(), precision, *self.manager.take_moves())
         self._next_step += 1
         self._steps.append(_Step(plan, (*decoding, *prefilling)))
