@@ -195,6 +195,18 @@ class BlockPool:
         self._next_chain += 1
         return block
 
+    def match(self, token_ids: Sequence[int], salt: bytes, block_tokens: int) -> list[int]:
+        """The findable blocks of whole leading blocks of ``token_ids``; of all but the last token at most, for one is left to compute."""
+        found: list[int] = []
+        parent: int | bytes = salt
+        for start in range(0, (len(token_ids) - 1) // block_tokens * block_tokens, block_tokens):
+            block = self.find(parent, tuple(token_ids[start : start + block_tokens]))
+            if block is None:
+                break
+            found.append(block)
+            parent = self.chain(block)
+        return found
+
     def chain(self, block: int) -> int:
         """Number of the chain that ends in a published block; never used twice."""
         chain = self._chains[block]

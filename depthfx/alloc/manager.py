@@ -386,14 +386,4 @@ class MemoryManager:
         holder.blocks.append(block)
 
     def _match(self, token_ids: Sequence[int], salt: bytes) -> list[int]:
-        found: list[int] = []
-        if not self.prefix_reuse:
-            return found
-        parent: int | bytes = salt
-        for start in range(0, (len(token_ids) - 1) // self.block_tokens * self.block_tokens, self.block_tokens):
-            block = self._pool.find(parent, tuple(token_ids[start : start + self.block_tokens]))
-            if block is None:
-                break
-            found.append(block)
-            parent = self._pool.chain(block)
-        return found
+        return self._pool.match(token_ids, salt, self.block_tokens) if self.prefix_reuse else []

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from depthfx.errors import DepthfxError, InternalError, InvalidRequestError
 from depthfx.records import SamplingParams, StepResult
 from depthfx.runtime.collect import Asked, Collection
+from depthfx.runtime.mailboxes import Mailboxes
 from depthfx.runtime.metrics import EngineStats, StepClock, StepCounts
 from depthfx.runtime.parts import Flight, MemoryControl, StepRunner
 from depthfx.runtime.precision import Modes, changed, named
@@ -47,9 +48,7 @@ class Engine:
         self._driving = False
         self._booking = False  # a stop_check may be running, in the thread that holds the lock
         self._flights: deque[Flight] = deque()
-        self._mailboxes: dict[str, deque[RequestOutput]] = {}
-        self._unclaimed: list[RequestOutput] = []  # outputs for the next step()
-        self._abandoned: deque[str] = deque()  # streams that were dropped; appended to without the lock
+        self._mail = Mailboxes()
         self._next_id = 0
         self.closed = False  # to read: whether `close` was called
         self._released = False
@@ -81,15 +80,14 @@ class Engine:
         step end with the exception in their output and the others go on; if it fails again at once, the exception comes
         through. Parked requests need :meth:`push_token` before their next turn.
         """
-        self._drive(lambda: bool(self._unclaimed))
+        self._drive(lambda: bool(self._mail.unclaimed))
         with self._state:
-            outputs, self._unclaimed = self._unclaimed, []
-        return outputs
+            return self._mail.take_unclaimed()
 
     def has_unfinished(self) -> bool:
         """Whether there is work left, or an output that :meth:`step` has not returned yet."""
         with self._state:
-            return bool(self._scheduler.has_unfinished() or self._unclaimed)
+            return bool(self._scheduler.has_unfinished() or self._mail.unclaimed)
 
     def stream(
         self, prompt_token_ids: Iterable[int], sampling: SamplingParams | None = None, request_id: str | None = None,
@@ -252,32 +250,26 @@ class Engine:
                 raise InvalidRequestError("this engine is closed; load and compile the model again to serve requests")
             if request_id is None:
                 request_id = self._unused_id()
-            elif request_id in self._mailboxes:
+            elif request_id in self._mail:
                 raise InvalidRequestError(f"request id {request_id!r} belongs to a stream that is still read; choose another or close it")
             self._scheduler.add(Request(request_id, token_ids, sampling, stop_check, routed=routed_parts(sampling, self.routes)))
             if mailbox is not None:
-                self._mailboxes[request_id] = mailbox
+                self._mail.open(request_id, mailbox)
         return request_id
 
     def _unused_id(self) -> str:
         while True:
             request_id = f"request-{self._next_id}"
             self._next_id += 1
-            if request_id not in self._mailboxes and not self._scheduler.knows(request_id):
+            if request_id not in self._mail and not self._scheduler.knows(request_id):
                 return request_id
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            self._counts.num_tokens += len(output.new_token_ids)
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is None:
-                self._unclaimed.append(output)
-            else:
-                mailbox.append(output)
+        self._counts.num_tokens += self._mail.deliver(outputs)
         self._state.notify_all()
 
     def _receive(self, request_id: str) -> RequestOutput:
-        return self._receive_from(self._mailboxes[request_id], request_id)
+        return self._receive_from(self._mail[request_id], request_id)
 
     def _receive_from(self, mailbox: deque[RequestOutput], owner: str) -> RequestOutput:
         while not mailbox:
@@ -295,7 +287,7 @@ class Engine:
     def _close_mailbox(self, request_id: str) -> None:
         with self._state:
             self._refuse_while_booking("close")
-            if self._mailboxes.pop(request_id, None) is not None:
+            if self._mail.close(request_id):
                 self._scheduler.abort(request_id)
                 self._tidy_memory()
 
@@ -320,8 +312,8 @@ class Engine:
     def _turn(self) -> bool:
         """Plans and launches a step if one may be queued, then settles the oldest one if the queue is full or cannot grow."""
         with self._state:
-            while self._abandoned:
-                self._close_mailbox(self._abandoned.popleft())
+            while self._mail.abandoned:
+                self._close_mailbox(self._mail.abandoned.popleft())
             self._clock.start(in_flight=bool(self._flights))
             launched = self._launch_next()
             self._clock.stop()

@@ -60,4 +60,4 @@ class TokenStream:
 
     def __del__(self) -> None:
         if not self._closed:
-            self._engine._abandoned.append(self.request_id)  # no lock: this may run inside any other call
+            self._engine._mail.abandoned.append(self.request_id)  # no lock: this may run inside any other call
