@@ -12,13 +12,14 @@ from depthfx.lowering.kernel_spec import KERNELS, enable_pdl
 from depthfx.lowering.kernels._fp8_linear import MIN_ROWS as MIN_FP8_ROWS
 from depthfx.lowering.kernels._fp8_linear import has_fp8_rows
 from depthfx.lowering.kernels._scratch import reserve_scratch
+from depthfx.lowering.kernels._upload import upload_words
 
 __all__ = [
     "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "FP8_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR",
     "LINEAR_ADD", "MIN_FP8_ROWS", "PAGED_ATTENTION", "PARTITION_ROWS", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "SELECT_ROWS",
     "add_rms_norm", "dual_gated_linear", "dual_linear", "enable_pdl", "fp8_linear", "gated_activation", "gated_linear", "has_fp8_rows",
     "kv_append", "linear", "linear_add", "paged_attention", "partition_rows", "quantize_rows", "reserve_scratch", "rms_norm",
-    "rotary_append", "select_rows",
+    "rotary_append", "select_rows", "upload_words",
 ]  # fmt: skip
 
 KERNELS.names()  # imports every kernel file, which defines its op

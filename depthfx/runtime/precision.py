@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from depthfx.errors import InvalidRequestError, UnsupportedOptionError
+from depthfx.runtime.host_ring import HostRing
 
 MODES = {"full": 1, "fast": 0}
 _NAMES = {value: name for name, value in MODES.items()}
@@ -69,15 +71,15 @@ class PrecisionFlags:
     def __init__(self, num_entries: int, device: torch.device) -> None:
         self.tensor = torch.ones(num_entries, dtype=torch.int32, device=device)
         self._full = self._sent = bytes([1] * num_entries)
+        self._ring = HostRing(num_entries, device)
 
     def send(self, state: bytes) -> int:
         """Queue the flags of ``state`` (empty: all full) on the current stream, where they changed; returns the host's hint."""
         state = state or self._full
         if state != self._sent:
-            host = torch.tensor(list(state), dtype=torch.int32, device="cpu")
-            cuda = self.tensor.device.type == "cuda"
-            # pinned memory from torch's cache is not handed out again before the copy is done
-            self.tensor.copy_(host.pin_memory() if cuda else host, non_blocking=cuda)
+            host = self._ring.next()
+            host.numpy()[:] = np.frombuffer(state, dtype=np.uint8)
+            self._ring.send(host, self.tensor)
             self._sent = state
         return hint(state)
 

@@ -12,11 +12,13 @@ from depthfx.alloc.host_blocks import HostBlocks
 from depthfx.lowering import ops
 from depthfx.records import Chunk, KvShape, StepInputs, StepPlan, StepResult
 from depthfx.runtime.graphs import DecodeGraphs, greedy
+from depthfx.runtime.host_ring import HostRing
 from depthfx.runtime.precision import PrecisionFlags
 from depthfx.runtime.sampler import SamplingTensors, new_seen, reset_seen, sample
 from depthfx.runtime.staging import Staging, Uploaded
 
 Program = Callable[[StepInputs], torch.Tensor]
+_WORDS_A_ROW = 32  # of sampling parameters, with some end-of-sequence ids; more make the buffers grow
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Runner:
         self.block_tables = self._tables_flat[:-1].view(shape.num_table_rows, shape.blocks_per_row)
         self.flags = PrecisionFlags(shape.num_precisions, device)
         self.staging = Staging(shape.max_batch_tokens, shape.num_table_rows, shape.blocks_per_row, device)
+        self._sampling = HostRing(_WORDS_A_ROW * max(shape.num_table_rows, 1), device)
         self._stream = torch.cuda.default_stream(device) if device.type == "cuda" else None
         if device.type == "cuda":
             ops.reserve_scratch(device, shape.num_table_rows, shape.num_heads, shape.kv.head_dim)  # before any capture
@@ -175,7 +178,7 @@ class Runner:
         """Tokens ``[R]`` int64 of the step, -1 where the logits hold NaN."""
         if all(is_plain_greedy(c) for c in sampled):
             return greedy(logits)
-        params = SamplingTensors.build(sampled, self.shape.vocab_size, self.device, pin=self.device.type == "cuda")
+        params = SamplingTensors.build(sampled, self.shape.vocab_size, self._sampling.to_device)
         tokens, finite = sample(logits, params, self._seen)
         return torch.where(finite, tokens, -1)
 

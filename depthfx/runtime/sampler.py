@@ -10,7 +10,7 @@ computed, and a row for which a processor is off passes through it unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ _NEUTRAL_FLOATS = (0.0, 1.0, 0.0, 1.0)
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """Sampling parameters of R rows in two tensors (two copies to the device for each step), and what they need at all."""
+    """Sampling parameters of R rows in two tensors (sent to the device together), and what they need at all."""
 
     ints: torch.Tensor  # [R, 4 + E] int64: table row (-1: none), top_k, seed, token index, end-of-sequence ids that are forbidden
     floats: torch.Tensor  # [R, 4] float32: temperature, top_p, min_p, repetition penalty
@@ -43,8 +43,8 @@ class SamplingTensors:
         return not (self.draws or self.penalises or self.forbids)
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], vocab_size: int, device: torch.device | str, pin: bool = False) -> SamplingTensors:
-        """Parameters of the chunks that sample, in order. ``pin``: through pinned memory, so that the copy is asynchronous."""
+    def build(cls, chunks: Sequence[Chunk], vocab_size: int, send: Callable[[torch.Tensor], torch.Tensor]) -> SamplingTensors:
+        """Parameters of the chunks that sample, in order. ``send`` brings int32 words ``[n]`` to the device, as `HostRing.to_device` does."""
         rows_i: list[list[int]] = []
         rows_f: list[tuple[float, ...]] = []
         forbidden: list[tuple[int, ...]] = []
@@ -60,12 +60,12 @@ class SamplingTensors:
             row.extend(ids + (-1,) * (width - len(ids)))
         ints = torch.tensor(rows_i, dtype=torch.int64, device="cpu").reshape(len(rows_i), _FIRST_EOS + width)
         floats = torch.tensor(rows_f, dtype=torch.float32, device="cpu").reshape(len(rows_f), len(_NEUTRAL_FLOATS))
-        if pin:
-            ints, floats = ints.pin_memory(), floats.pin_memory()
+        words = send(torch.cat((ints.view(torch.int32).flatten(), floats.view(torch.int32).flatten())))
+        num_ints = 2 * ints.numel()
         drawn = [(i, f) for i, f in zip(rows_i, rows_f) if f[_TEMPERATURE] > 0.0]
         return cls(
-            ints.to(device, non_blocking=pin),
-            floats.to(device, non_blocking=pin),
+            words[:num_ints].view(torch.int64).view(ints.shape),
+            words[num_ints:].view(torch.float32).view(floats.shape),
             draws=bool(drawn),
             sorts=any(i[_TOP_K] > 0 or f[_TOP_P] < 1.0 for i, f in drawn),
             penalises=any(f[_PENALTY] != 1.0 for f in rows_f),

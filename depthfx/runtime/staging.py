@@ -1,4 +1,4 @@
-"""Packing of a step's integers into one buffer and one host-to-device copy."""
+"""Packing of a step's integers into one buffer and one transfer to the device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from depthfx.records import PREFILL_TILE_ROWS, Chunk, StepPlan
+from depthfx.runtime.host_ring import TURNS, HostRing
 
 # Fields start at multiples of this many int32 (64 bytes), so that a field's alignment never depends on the step.
 _ALIGN = 16
-_RING = 3  # host buffers in rotation: the step in flight, the one being planned, one spare
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,17 @@ class Staging:
         tiles = max_tokens // PREFILL_TILE_ROWS + 2 * max_rows + 2
         capacity = 8 * max_tokens + 2 * self.max_writes + max_rows + 2 * tiles + 16 * _ALIGN
         pin = device.type == "cuda"
-        self._host = [torch.zeros(capacity, dtype=torch.int32, device="cpu", pin_memory=pin) for _ in range(_RING)]
-        self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, device="cpu", pin_memory=pin) for _ in range(_RING)]
+        self._ring = HostRing(capacity, device)
+        self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, device="cpu", pin_memory=pin) for _ in range(TURNS)]
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if pin else None
-        self._turn = self._token_turn = 0
+        self._token_turn = 0
 
     def upload(self, plan: StepPlan, pad_to: int | None = None, routed: bool = False) -> Uploaded:
         """Pack ``plan`` and copy it to the device; ``pad_to`` pads a pure decode step to a bucket with idle rows, ``routed`` adds what routing needs."""
         assert len(plan.table_writes) <= self.max_writes, "the runner applies larger sets of writes beforehand"
         fields = _pack(plan, pad_to, self._columns, self._columns * self._max_rows)
         fields += _pack_routing(plan, pad_to) if routed else (_NOTHING, _NOTHING, _NOTHING)
-        self._turn = (self._turn + 1) % _RING
-        host = self._host[self._turn]
+        host = self._ring.next()
         flat = host.numpy()
         places, at = [], 0
         for values in fields:
@@ -70,13 +69,13 @@ class Staging:
             # views are read only until the next upload of the same buffer
             views = [host[a : a + n] for a, n in places]
         else:
-            self._device[:at].copy_(host[:at], non_blocking=True)
+            self._ring.send(host[:at], self._device[:at])
             views = [self._device[a : a + n] for a, n in places]
         return Uploaded(len(plan.decodes) if pad_to is None else pad_to, *views)
 
     def token_buffer(self) -> torch.Tensor:
         """Host buffer ``[rows]`` int64 for the tokens of one step; in rotation, apart from the uploads."""
-        self._token_turn = (self._token_turn + 1) % _RING
+        self._token_turn = (self._token_turn + 1) % TURNS
         return self._tokens[self._token_turn]
 
     def tape_buffer(self, shape: torch.Size) -> torch.Tensor:

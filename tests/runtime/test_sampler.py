@@ -31,7 +31,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def build(*chunks: Chunk) -> SamplingTensors:
-    return SamplingTensors.build(chunks, VOCAB, "cpu")
+    return SamplingTensors.build(chunks, VOCAB, torch.clone)
 
 
 def reference(scores: torch.Tensor, s: SamplingParams, prompt: list[int], output: list[int]) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_draws_follow_the_probabilities():
     probs = scores.softmax(-1)
     for seed in (0, 1, -5, 1 << 40):
         chunks = [chunk(0, index=i, temperature=1.0, seed=seed) for i in range(num_draws)]
-        params = SamplingTensors.build(chunks, vocab, "cpu")
+        params = SamplingTensors.build(chunks, vocab, torch.clone)
         tokens, _ = sample(scores.expand(num_draws, vocab), params)
         counts = torch.bincount(tokens, minlength=vocab)
         chi_square = ((counts - probs * num_draws) ** 2 / (probs * num_draws)).sum()
