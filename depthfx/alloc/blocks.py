@@ -134,10 +134,10 @@ class BlockPool:
             self._stale.clear()
             self._free = list(blocks)
             return
-        for block in blocks:
-            if block in self._stale:
-                self._stale.remove(block)
-            else:
+        again = self._stale.intersection(blocks)  # these are in the heap still
+        self._stale -= again
+        for block in blocks if len(again) < len(blocks) else ():
+            if block not in again:
                 heappush(self._free, block)
 
     def close(self, blocks: range) -> None:

@@ -12,9 +12,9 @@ what is left are races, and each has an event that prevents it:
 - Tensors of queued copies are kept alive until the copies end, so a backend that is asked to unmap below them refuses. They are let go
   by the next call of any method, before it tells of the end.
 
-The queue holds at most ``max_in_flight`` chunks (4 of 4 MiB: about 0.3 ms of the link). That bounds what a cancelled unit still costs, and
-above all what the serving thread's own uploads wait: the device takes copies from the host in the order in which they were queued,
-whatever their streams, so a step whose few kilobytes stand behind 128 MiB starts 3 ms late, once for each upload. Half of the chunks are
+The queue holds at most ``max_in_flight`` chunks (8 of 4 MiB: about 0.6 ms of the link), which bounds what a cancelled unit still costs. The
+copy engine is the restore's alone: it serves no other stream while this one has a chunk queued, so a step must not copy anything to the
+device by it (`depthfx.runtime.host_ring` has the way past). Half of the chunks are
 issued at a time, so that the link has work while the thread comes back, and with one event for all. In between the thread sleeps in that
 event, and the driver wakes it by an interrupt. The thread is one of ``alloc/copier``: it has nothing to do with the interpreter, so it takes
 its lock from nobody, least of all from the thread that serves. Nothing may be submitted while a graph is captured.
@@ -84,7 +84,7 @@ def _end_workers() -> None:
 class RestoreWorker:
     """See the module's text. Calls may come from any thread; one unit has one job at a time."""
 
-    def __init__(self, device: torch.device | str, chunk_bytes: int = 4 << 20, max_in_flight: int = 4, driver: str | None = None) -> None:
+    def __init__(self, device: torch.device | str, chunk_bytes: int = 4 << 20, max_in_flight: int = 8, driver: str | None = None) -> None:
         """``device`` is that of all targets. ``driver`` replaces CUDA's driver library; for tests, with targets on the host.
 
         Raises :class:`MemoryRequestError`, or :class:`BackendUnavailableError` where the thread cannot be built or started.

@@ -195,25 +195,27 @@ class SharedRegion:
         """The lowest closed unit; None if all are open."""
         return self._num_open if self._num_open < self.layout.num_units else None
 
-    def lend(self) -> tuple[int, bool]:
-        """Opens the lowest closed unit to KV; returns it, and whether its restore is thereby cancelled.
+    def lend(self, count: int = 1) -> tuple[range, list[int]]:
+        """Opens the lowest ``count`` closed units to KV; returns them, and those of them whose restore is thereby cancelled.
 
-        Its residual bytes count as gone from now on. Raises :class:`InternalError` if all units are open.
+        Their residual bytes count as gone from now on. Raises :class:`InternalError` if so many are not closed.
         """
-        unit = self._num_open
-        if unit == self._num_units:
-            raise InternalError(f"all {unit} units are open to KV; ask for next_to_lend before lending")
-        cancelled = self._states[unit] == "RESTORING"
-        self._move("lend", unit, "FREE")
-        self._num_open += 1
-        self.num_lends += 1
-        if cancelled:
-            self.num_cancels += 1
-        else:
-            for entry in self._entries[unit]:
-                self._missing[entry] += 1
-            self._resident = None
-        return unit, cancelled
+        units = range(self._num_open, self._num_open + count)
+        if units.stop > self._num_units:
+            raise InternalError(f"{self._num_open} of all {self._num_units} units are open to KV, so {count} more cannot be lent")
+        cancelled = []
+        for unit in units:
+            if self._states[unit] == "RESTORING":
+                cancelled.append(unit)
+            else:
+                for entry in self._entries[unit]:
+                    self._missing[entry] += 1
+            self._move("lend", unit, "FREE")
+        self._num_open = units.stop
+        self.num_lends += count
+        self.num_cancels += len(cancelled)
+        self._resident = None
+        return units, cancelled
 
     def next_to_restore(self) -> int | None:
         """The highest open unit, if no block in it is held; else None."""

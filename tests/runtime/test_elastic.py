@@ -213,6 +213,30 @@ def test_dwell_holds_back():
     engine.close()
 
 
+def test_one_time_of_calm_brings_everything_back(monkeypatch):
+    """A full queue of copies is no pressure: the units behind it do not wait for the dwell time again."""
+    monkeypatch.setattr("depthfx.runtime.elastic.MAX_RESTORING", 2)
+    engine = elastic(memory={"dwell_s": 10.0}).engine
+    control, now = engine.control, [0.0]
+    control._clock = lambda: now[0]
+    engine.add([5, 6, 7], SamplingParams(max_new_tokens=100))
+    engine.step()
+    with engine._state:
+        control.manager.lend(control.shared.layout.num_units)
+    engine.step()
+    assert control.region.num_open_units == control.shared.layout.num_units > 4
+    now[0] = 11.0
+    for _ in range(control.shared.layout.num_units):
+        engine.step()
+        with monkeypatch.context() as m:
+            m.setattr(control, "collect", lambda: None)  # nothing has come back yet
+            engine.step()
+        assert control.region.num_restoring <= 2
+        control.shared.worker.wait_idle(5.0)
+    assert control.region.num_open_units == 0 and engine.has_unfinished()
+    engine.close()
+
+
 BAD = [
     ({"policy": "lazy"}, r"policy='lazy' must be one of .*elastic"),
     ({"low": 0.9, "high": 0.9}, r"low=0.9 and high=0.9 must keep 0 < low < high <= 1"),
