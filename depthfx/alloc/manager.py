@@ -350,12 +350,8 @@ class MemoryManager:
             self._append(holder, block)
 
     def _lend(self, region: SharedRegion, num_blocks: int) -> None:
-        units = []
-        for _ in range(0, num_blocks, region.layout.blocks_per_unit):
-            unit, cancelled = region.lend()
-            units.append(unit)
-            if cancelled:
-                self._cancelled.append(unit)
+        units, cancelled = region.lend(-(-num_blocks // region.layout.blocks_per_unit))
+        self._cancelled += cancelled
         self._pool.open(range(region.layout.blocks_of(units[0]).start, region.layout.blocks_of(units[-1]).stop))
 
     def _share(self, block: int) -> None:

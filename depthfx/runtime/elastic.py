@@ -131,12 +131,13 @@ class ElasticControl:
         now = self._clock()
         if now >= self._retry_at:
             self._retry()
-        if waiting or not self._fits(idle) or self.settings.policy == "static_fast" or now < self._retry_at:
+        if waiting or not self._fits() or self.settings.policy == "static_fast" or now < self._retry_at:
             self._calm_since = None
             return
         if self._calm_since is None:
             self._calm_since = now
-        if idle or now - self._calm_since >= self.settings.dwell_s:
+        # what is under way limits what begins now; it says nothing of load, so the time of calm goes on
+        if idle or (now - self._calm_since >= self.settings.dwell_s and self.region.num_restoring < MAX_RESTORING):
             self._empty_highest()
             self._restore(forced=idle)
 
@@ -194,9 +195,9 @@ class ElasticControl:
         lowers = [weight.lower for weight, _ in self.shared.weights]
         return None if any(lower.is_inference() for lower in lowers) else [lower._version for lower in lowers]
 
-    def _fits(self, idle: bool = False) -> bool:
+    def _fits(self) -> bool:
         """Whether what is held would fit well without the highest lent unit."""
-        if not self.region.num_open_units or (self.region.num_restoring >= MAX_RESTORING and not idle):
+        if not self.region.num_open_units:
             return False
         left = self.manager.open_blocks - self.shared.layout.blocks_per_unit
         return self.manager.held_blocks <= self.settings.low * left
@@ -215,7 +216,7 @@ class ElasticControl:
 
     def _restore(self, forced: bool = False) -> None:
         event = self._after_launched() if self.region.next_to_restore() is not None else None
-        while (unit := self.region.next_to_restore()) is not None and (forced or self._fits()):
+        while (unit := self.region.next_to_restore()) is not None and (forced or (self.region.num_restoring < MAX_RESTORING and self._fits())):
             self.manager.begin_restore(unit)
             self._num_clean = min(self._num_clean, unit)
             if not self._submit(unit, event):
@@ -303,7 +304,9 @@ class ElasticControl:
         return check
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+        if self._stream is None or torch.cuda.current_stream(self._device) == self._stream:
+            return nullcontext()  # the usual case, and entering a stream is most of what lending a unit costs the host
+        return torch.cuda.stream(self._stream)
 
 
 class PrecisionSwitch:
