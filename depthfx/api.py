@@ -23,7 +23,10 @@ from depthfx.lowering.nested_linear import nested_linears
 from depthfx.lowering.precompile import KernelWorkers
 from depthfx.lowering.tile_store import device_kind, use_stored_tiles
 from depthfx.passes.pipeline import Program, build_program
+from depthfx.passes.program_key import program_key
 from depthfx.report import CompileReport
+from depthfx.runtime.calibration import depth_costs
+from depthfx.runtime.depth_control import DepthControl
 from depthfx.runtime.elastic import ElasticControl, PrecisionSwitch
 from depthfx.runtime.elastic_memory import SharedMemory, share_memory
 from depthfx.runtime.engine import Engine
@@ -197,10 +200,20 @@ def _assemble(
     report.add("engine", f"{limits}, lookahead {'on' if lookahead else 'off'}")
     layers = entry_names(program.kv_shape.num_layers, settings.nested_head) if settings.weights == "nested" else ()
     timeline = Timeline(program.kv_shape.block_bytes) if settings.memory is not None else None
-    routes = None if program.routed is None else RouteLog(program.routed.routed_layers, (settings.depth == "routed",) * 2)
+    routes = None if program.routed is None else RouteLog(program.routed.routed_layers, (settings.depth,) * 2)
     engine = Engine(scheduler, runner, program.vocab_size, lookahead, settings.check, layers, control, timeline, routes)
     if settings.memory is not None and settings.memory.policy == "static_fast":
         engine.set_precision("fast")
+        engine.never_full = "memory policy 'static_fast' lent all residual bytes to the KV cache for good"
+    elif settings.weights == "fp8":
+        engine.never_full = "weights='fp8' were rounded for good"
+    if routes is not None and settings.depth == "auto":
+        with report.timed("measure depth"):
+            key = program_key(model, settings, "cuda" if device.type == "cuda" else "cpu", skipper)
+            blocks = num_blocks if region is None else region.layout.num_base_blocks
+            costs = depth_costs(runner, blocks, scheduler.precision, cache_dir(settings), key, settings.depth_rule, report)
+        scheduler.depth = DepthControl(costs, settings.depth_rule)
+        routes.observer = scheduler.depth.observe
     if shared is not None:
         close_with(engine, shared.resources)
     refills = [p.refill_tables for p in (program, program.routed) if p is not None]

@@ -61,7 +61,7 @@ class StepInputs:
     request_ids: torch.Tensor | None = None  # [T] int64, a number of the row's request that is the same in every step
     is_prompt: torch.Tensor | None = None  # [T] bool, the row is a token of a prompt; False for the tokens of an answer
     forced_run: torch.Tensor | None = None  # [T] int32, nonzero: the row runs every layer as it is
-    route_tape: torch.Tensor | None = None  # [places, capacity] int8, written by the step: 1 RUN, 0 Project-Only, -1 padding
+    route_tape: torch.Tensor | None = None  # [places, capacity] int8, written by the step: 1 RUN, 0 Project-Only, 2 more of forced rows, -1 padding
     captured: bool = False  # the step is (to be) a captured graph: the host may not read what was decided
 
     @classmethod
@@ -69,8 +69,10 @@ class StepInputs:
         return tuple(f.name for f in fields(cls))
 
 
-# How a request goes through the routed layers: dense is the base model, routed asks the skipper.
-Depth = Literal["dense", "routed"]
+# How a request goes through the routed layers: dense is the base model, routed asks the skipper, auto is the one that takes less time.
+Depth = Literal["auto", "dense", "routed"]
+# Precision that a request asks for at least: full is every bit of the FP16 weights, fast is whatever the load allows.
+MinPrecision = Literal["fast", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class SamplingParams:
     seed: int = 0  # draws depend on (seed, index of the token) alone, never on the batch
     eos_token_ids: tuple[int, ...] = ()
     depth: Depth | tuple[Depth, Depth] | None = None  # of prompt and answer, or of each; None: what the engine was compiled with
+    min_precision: MinPrecision = "fast"  # "full": all of its steps run in full precision; it waits until they can
     external: bool = False  # the caller picks each token: the request parks with its logits until `Engine.push_token`
 
 
@@ -127,6 +130,7 @@ class StepPlan:
     precision: bytes = b""  # [P], 1: full, 0: fast; empty: weights of one precision, or a step of the warm-up (full)
     saves: tuple[tuple[int, int], ...] = ()  # (block, host slot), carried out before the step, all of them before the loads
     loads: tuple[tuple[int, int], ...] = ()  # (host slot, block)
+    probe: bool = False  # what the skipper says of dense rows is noted on the tape, though they run every layer
 
     @property
     def num_tokens(self) -> int:
@@ -134,8 +138,8 @@ class StepPlan:
 
     @property
     def routed(self) -> bool:
-        """Whether the step asks the skipper for some of its rows."""
-        return any(c.routed for c in self.decodes) or any(c.routed for c in self.prefills)
+        """Whether the step asks the skipper."""
+        return self.probe or any(c.routed for c in self.decodes) or any(c.routed for c in self.prefills)
 
     @property
     def sampled(self) -> tuple[Chunk, ...]:
@@ -151,4 +155,5 @@ class StepResult:
     token_ids: tuple[int, ...]  # -1 where the logits were not finite or the request samples outside the engine
     finite: tuple[bool, ...]  # False where the row's logits held NaN
     logits: dict[str, torch.Tensor]  # request id -> [V] float32, for requests that asked for logits
-    tape: torch.Tensor | None = None  # [places, T] int8 on the host, of a routed step: 1 RUN, 0 Project-Only
+    # [places, T] int8 on the host, of a routed step: 1 RUN, 0 Project-Only; 3 and 2 where the row had to run: what it would have been
+    tape: torch.Tensor | None = None

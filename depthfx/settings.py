@@ -17,6 +17,7 @@ DEFAULT_CONTEXT = 4096
 OnUnsupported = Literal["raise", "eager"]
 Weights = Literal["16bit", "nested", "fp8"]
 KvDtype = Literal["auto", "fp8"]
+DepthRule = Literal["measured", "paper"]
 MemoryPolicy = Literal["elastic", "nested_resident", "static_full", "static_fast"]
 
 
@@ -84,7 +85,8 @@ class Settings:
     nested_head: bool = False  # nest the LM head as well
 
     # depth
-    depth: Depth = "routed"  # of requests that say nothing, where the model is compiled with a skipper
+    depth: Depth = "routed"  # of requests that say nothing, where the model is compiled with a skipper; "auto": measured at warm-up
+    depth_rule: DepthRule = "measured"  # of depth="auto", for prompts; "paper": 1,536 rows and a share above 0.35 (vSkipper, section 3.3)
 
     # scheduling
     max_batch_size: int | None = None  # requests that decode together; None: 256 on CUDA, 32 on a CPU
@@ -132,6 +134,8 @@ class Settings:
             raise SettingError(f"setting weights={self.weights!r} must be one of {get_args(Weights)}")
         if self.depth not in get_args(Depth):
             raise SettingError(f"setting depth={self.depth!r} must be one of {get_args(Depth)}")
+        if self.depth_rule not in get_args(DepthRule):
+            raise SettingError(f"setting depth_rule={self.depth_rule!r} must be one of {get_args(DepthRule)}")
         if self.kv_dtype not in get_args(KvDtype):
             raise SettingError(f"setting kv_dtype={self.kv_dtype!r} must be one of {get_args(KvDtype)}")
         if self.nested_head and self.weights != "nested":

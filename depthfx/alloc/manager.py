@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from depthfx.alloc.blocks import BlockPool
 from depthfx.alloc.host_cache import NOTHING, HostCache, Moves
 from depthfx.alloc.units import SharedRegion
-from depthfx.alloc.usage import BlockUsage, bytes_by_owner, check_region
+from depthfx.alloc.usage import BlockUsage, bytes_by_owner, check_region, check_tables
 from depthfx.errors import InternalError, InvalidRequestError
 
 
@@ -68,6 +68,7 @@ class MemoryManager:
         self.num_blocks, self.block_tokens = num_blocks, block_tokens
         self.num_table_rows, self.blocks_per_row = num_table_rows, blocks_per_row
         self.prefix_reuse = prefix_reuse
+        self.may_lend = True  # False: closed units stay closed, whoever needs blocks; settable between plans
         self.num_releases = 0  # grows whenever blocks or a table row may have become available
         self.region, self.host = region, host  # to read: only this manager changes them
         self._pool = BlockPool(num_blocks, num_open, None if host is None else host.evicted)
@@ -83,9 +84,21 @@ class MemoryManager:
         return min(self.num_blocks, self.blocks_per_row) * self.block_tokens
 
     @property
+    def max_full_tokens(self) -> int:
+        """Likewise, while no unit is lent."""
+        base = self.num_blocks if self.region is None else self.region.layout.num_base_blocks
+        return min(base, self.blocks_per_row) * self.block_tokens
+
+    @property
     def num_available(self) -> int:
-        """Blocks that could be handed out now, by lending units where that is needed."""
-        return self._pool.num_available + (0 if self.region is None else self.region.num_lendable_blocks)
+        """Blocks that could be handed out now, by lending units where that is needed and allowed."""
+        region = self.region
+        return self._pool.num_available + (0 if region is None or not self.may_lend else region.num_lendable_blocks)
+
+    @property
+    def num_lent_units(self) -> int:
+        """Units that are open to KV."""
+        return 0 if self.region is None else self.region.num_open_units
 
     @property
     def held_blocks(self) -> int:
@@ -238,10 +251,11 @@ class MemoryManager:
         return b"" if self.region is None else self.region.resident()
 
     def lend(self, num_units: int = 1) -> None:
-        """Opens up to ``num_units`` closed units to KV ahead of need, the lowest first."""
+        """Opens up to ``num_units`` closed units to KV ahead of need, the lowest first; none where lending is not allowed."""
         region = self._shared()
         per_unit = region.layout.blocks_per_unit
-        if blocks := min(num_units * per_unit, region.num_lendable_blocks):
+        blocks = min(num_units * per_unit, region.num_lendable_blocks)
+        if blocks and self.may_lend:
             self._lend(region, blocks)
 
     def begin_restore(self, unit: int) -> None:
@@ -304,23 +318,14 @@ class MemoryManager:
 
     def check(self) -> None:
         """Proves that no block, unit or row is lost or owned twice and that all tables are right; else :class:`InternalError`."""
-        counts = [0] * self.num_blocks
-        rows = list(self._free_rows)
-        for request_id, holder in self._holders.items():
-            rows.append(holder.table_row)
-            if len(set(holder.blocks)) != len(holder.blocks):
-                raise InternalError(f"request {request_id!r} has one KV block at two places: {holder.blocks}")
-            for column, block in enumerate(holder.blocks):
-                counts[block] += 1
-                place = (holder.table_row, column)
-                seen = self._writes.get(place, self._sent[holder.table_row][column])
-                if seen != block:
-                    raise InternalError(f"block table entry {place} of request {request_id!r} names {seen}, not block {block}")
-        if sorted(rows) != list(range(self.num_table_rows)):
-            raise InternalError(f"block table rows are lost or used twice: {sorted(rows)}")
-        self._pool.check(counts)
+        tables = {request_id: (holder.table_row, holder.blocks) for request_id, holder in self._holders.items()}
+        counts = check_tables(tables, self._free_rows, lambda row, column: self._writes.get((row, column), self._sent[row][column]))
+        if sum(map(len, (tables, self._free_rows))) != self.num_table_rows:
+            raise InternalError(f"{len(tables)} block table rows are in use and {len(self._free_rows)} free, of {self.num_table_rows}")
+        held = [counts[block] for block in range(self.num_blocks)]
+        self._pool.check(held)
         if self.region is not None:
-            check_region(self.region, self._pool, counts, self._cancelled)
+            check_region(self.region, self._pool, held, self._cancelled)
         if self.host is not None:
             self.host.check(lambda request_id: self._holder(request_id).blocks)
 
@@ -380,6 +385,10 @@ class MemoryManager:
     def _append(self, holder: _Holder, block: int) -> None:
         self._writes[holder.table_row, len(holder.blocks)] = block
         holder.blocks.append(block)
+
+    def reusable_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:
+        """How many leading tokens an admission would find the KV of on the device."""
+        return len(self._match(token_ids, salt)) * self.block_tokens
 
     def _match(self, token_ids: Sequence[int], salt: bytes) -> list[int]:
         return self._pool.match(token_ids, salt, self.block_tokens) if self.prefix_reuse else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from depthfx.alloc.blocks import BlockPool
@@ -61,6 +62,27 @@ def bytes_by_owner(pool: BlockPool, region: SharedRegion) -> ByteUsage:
         region.num_restoring * layout.blocks_per_unit,
     )
     return ByteUsage(*(count * layout.block_bytes for count in blocks))
+
+
+def check_tables(
+    tables: Mapping[str, tuple[int, Sequence[int]]], free_rows: Sequence[int], named: Callable[[int, int], int]
+) -> Counter[int]:
+    """Proves that each request's ``(row, blocks)`` is what the block table has (``named(row, column)``), and no row is used twice.
+
+    Returns how often each block is held. Raises :class:`InternalError`.
+    """
+    counts: Counter[int] = Counter()
+    for request_id, (row, blocks) in tables.items():
+        if len(set(blocks)) != len(blocks):
+            raise InternalError(f"request {request_id!r} has one KV block at two places: {list(blocks)}")
+        counts.update(blocks)
+        for column, block in enumerate(blocks):
+            if (seen := named(row, column)) != block:
+                raise InternalError(f"block table entry {(row, column)} of request {request_id!r} names {seen}, not block {block}")
+    rows = sorted([*(row for row, _ in tables.values()), *free_rows])
+    if rows != list(range(len(rows))):
+        raise InternalError(f"block table rows are lost or used twice: {rows}")
+    return counts
 
 
 def check_region(region: SharedRegion, pool: BlockPool, counts: Sequence[int], cancelled: Sequence[int]) -> None:

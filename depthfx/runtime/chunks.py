@@ -44,12 +44,16 @@ def decode_chunk(request: Request, row: int, step: int) -> Chunk:
 def prefill_chunk(request: Request, budget: int, row: int, step: int) -> Chunk:
     """Up to ``budget`` tokens of the prompt; the last of them, if it ends the prompt, is sampled as row ``row`` of step ``step``.
 
-    After a preemption the tokens of the answer are computed anew likewise; where the skipper is asked, in chunks of their own.
+    After a preemption the tokens of the answer are computed anew likewise, in the depth that they had; where the skipper is asked, in
+    chunks of their own.
     """
     start = request.num_planned
     is_prompt = start < request.num_prompt
     if is_prompt and any(request.routed):
         budget = min(budget, request.num_prompt - start)
+    routed = request.routed[0 if is_prompt else 1]
+    if not is_prompt and start < request.promoted_at:
+        budget, routed = min(budget, request.promoted_at - start), False
     token_ids = tuple(request.token_ids[start : start + budget])
     samples = start + len(token_ids) == len(request.token_ids)
     wants_history = request.fresh and request.sampling.repetition_penalty != 1.0
@@ -63,5 +67,5 @@ def prefill_chunk(request: Request, budget: int, row: int, step: int) -> Chunk:
     history = tuple(request.token_ids) if wants_history else None
     return Chunk(
         request.request_id, request.table_row, start, token_ids, -1, samples, len(request.output_ids), request.sampling, history,
-        request.routed[0 if is_prompt else 1], request.number, is_prompt,
+        routed, request.number, is_prompt,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from depthfx.settings import ElasticMemory
 MAX_RESTORING = 16  # units handed to the worker and not yet back; more would only be harder to cancel
 RETRY_SECONDS = 1.0  # after a copy failed
 _LAST_WORDS_SECONDS = 10.0  # of a worker that has ended
+_FAILED_WAIT_SECONDS = 0.01
 MAX_TRIES = 3  # of `restore`, before it gives up
 
 
@@ -141,6 +142,26 @@ class ElasticControl:
             self._empty_highest()
             self._restore(forced=idle)
 
+    def press(self, spare: int) -> None:
+        """Restores every unit without which held and ``spare`` blocks have room, whatever the thresholds: somebody waits for full precision."""
+        self.collect()
+        if self._clock() >= self._retry_at:
+            self._retry()
+            per_unit = self.shared.layout.blocks_per_unit
+            while (num_open := self.region.num_open_units) and self.manager.held_blocks + spare <= self.manager.open_blocks - per_unit:
+                self._empty_highest()
+                event = self._after_launched()
+                unit = self.region.next_to_restore()
+                if unit is None or not self._begin(unit, event):
+                    break
+                assert self.region.num_open_units < num_open
+        self._calm_since = None
+
+    def wait(self, seconds: float) -> None:
+        """Until the copies that are under way have ended, or for a while where they failed."""
+        if not self.shared.worker.wait_idle(seconds) or self._to_retry:
+            time.sleep(min(seconds, _FAILED_WAIT_SECONDS))
+
     def restore(self, timeout: float) -> None:
         """Bring every residual back now, whatever the thresholds.
 
@@ -216,11 +237,16 @@ class ElasticControl:
 
     def _restore(self, forced: bool = False) -> None:
         event = self._after_launched() if self.region.next_to_restore() is not None else None
-        while (unit := self.region.next_to_restore()) is not None and (forced or (self.region.num_restoring < MAX_RESTORING and self._fits())):
-            self.manager.begin_restore(unit)
-            self._num_clean = min(self._num_clean, unit)
-            if not self._submit(unit, event):
+        while (unit := self.region.next_to_restore()) is not None and (
+            forced or (self.region.num_restoring < MAX_RESTORING and self._fits())
+        ):
+            if not self._begin(unit, event):
                 break
+
+    def _begin(self, unit: int, event: torch.cuda.Event | None) -> bool:
+        self.manager.begin_restore(unit)
+        self._num_clean = min(self._num_clean, unit)
+        return self._submit(unit, event)
 
     def _retry(self) -> None:
         event, units = self._after_launched() if self._to_retry else None, sorted(self._to_retry)
@@ -341,10 +367,20 @@ class PrecisionSwitch:
         """Every state is possible."""
 
     def before_plan(self) -> None:
-        """Fast from here on if the KV cache is as full as ``high`` says."""
-        share = self.manager.held_blocks / self.manager.num_blocks
-        if share >= min(self.settings.high, 1.0 - 1.0 / self.manager.num_blocks):
+        """Fast from here on if the KV cache is as full as ``high`` says, unless somebody runs who asks for full precision."""
+        if self._is_high() and self.manager.may_lend:
             self._full, self._calm_since = False, None
+
+    def _is_high(self) -> bool:
+        share = self.manager.held_blocks / self.manager.num_blocks
+        return share >= min(self.settings.high, 1.0 - 1.0 / self.manager.num_blocks)
+
+    def press(self, spare: int) -> None:
+        """Full at once below ``high``."""
+        self._full, self._calm_since = not self._is_high(), None
+
+    def wait(self, seconds: float) -> None:
+        """Nothing to wait for."""
 
     def after_plan(self) -> None:
         """Nothing to do."""

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from depthfx.errors import DepthfxError, InternalError, InvalidRequestError
+from depthfx.errors import InternalError, InvalidRequestError
 from depthfx.records import SamplingParams, StepResult
 from depthfx.runtime.collect import Asked, Collection
 from depthfx.runtime.mailboxes import Mailboxes
 from depthfx.runtime.metrics import EngineStats, StepClock, StepCounts
-from depthfx.runtime.parts import Flight, MemoryControl, StepRunner
+from depthfx.runtime.parts import RUNNER_FAULTS, Flight, MemoryControl, StepRunner
 from depthfx.runtime.precision import Modes, changed, named
-from depthfx.runtime.request import Request, RequestOutput, StopCheck, check_prompt, check_sampling, check_token
-from depthfx.runtime.routes import RouteLog, routed_parts
+from depthfx.runtime.request import (
+    Request,
+    RequestOutput,
+    StopCheck,
+    check_full,
+    check_prompt,
+    check_sampling,
+    check_still_full,
+    check_token,
+)
+from depthfx.runtime.routes import RouteLog, depth_parts
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.stream import TokenStream
 from depthfx.runtime.timeline import MemorySample, Timeline
 
-# What a runner may raise for one step without ending the engine. Anything else is a defect and comes straight through.
-_RUNNER_FAULTS = (RuntimeError, MemoryError, ArithmeticError, ValueError, OSError, DepthfxError)
+_RESTORE_SECONDS = 0.05  # of one wait for residuals, without which nothing can run
 
 
 class Engine:
@@ -50,6 +57,7 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._mail = Mailboxes()
         self._next_id = 0
+        self.never_full = ""  # why no request can have full precision, if none can; settable
         self.closed = False  # to read: whether `close` was called
         self._released = False
         self._num_faults = 0  # failed steps since the last good one
@@ -145,10 +153,11 @@ class Engine:
         """``"full"`` or ``"fast"`` for all layers, or ``{layer: mode}`` for some; from the next step that is planned on.
 
         A step that is on its way keeps its precision. Raises :class:`UnsupportedOptionError` where the weights are not nested
-        and :class:`InvalidRequestError` for an unknown layer or mode; then nothing changes.
+        and :class:`InvalidRequestError` for an unknown layer or mode, or while a request asks for full precision; then nothing changes.
         """
         with self._state:
             wanted = changed(self._scheduler.wanted, modes, self.layers)
+            check_still_full(wanted, self._scheduler.num_full)
             if self.control is not None:
                 self.control.check_wanted(wanted)
             self._scheduler.wanted = wanted
@@ -252,7 +261,9 @@ class Engine:
                 request_id = self._unused_id()
             elif request_id in self._mail:
                 raise InvalidRequestError(f"request id {request_id!r} belongs to a stream that is still read; choose another or close it")
-            self._scheduler.add(Request(request_id, token_ids, sampling, stop_check, routed=routed_parts(sampling, self.routes)))
+            check_full(sampling, self.never_full, self._scheduler.wanted)
+            depth = depth_parts(sampling, self.routes, measured=self._scheduler.depth is not None)
+            self._scheduler.add(Request(request_id, token_ids, sampling, stop_check, depth=depth))
             if mailbox is not None:
                 self._mail.open(request_id, mailbox)
         return request_id
@@ -317,12 +328,19 @@ class Engine:
             self._clock.start(in_flight=bool(self._flights))
             launched = self._launch_next()
             self._clock.stop()
-            if not self._flights:
+            control = self.control if not self._flights and self._scheduler.presses else None
+            if control is None and not self._flights:
                 return False
             if launched and len(self._flights) < self._depth:
                 return True
-            flight = self._flights[0]
-        result, error = self._wait(flight)
+            if control is not None:
+                control.press(0)
+            flight = self._flights[0] if self._flights else None
+        if flight is None:
+            assert control is not None
+            control.wait(_RESTORE_SECONDS)
+            return True
+        result, error = flight.wait(self._runner, self._clock)
         with self._state:
             self._clock.start(in_flight=len(self._flights) > 1)
             self._settle(flight, result, error)
@@ -345,22 +363,9 @@ class Engine:
             flight.handle = self._runner.launch(plan)
         except BaseException as error:
             flight.error = error  # its requests end when its turn comes
-            if isinstance(error, InternalError) or not isinstance(error, _RUNNER_FAULTS):
+            if isinstance(error, InternalError) or not isinstance(error, RUNNER_FAULTS):
                 raise
         return True
-
-    def _wait(self, flight: Flight) -> tuple[StepResult | None, BaseException | None]:
-        if flight.error is not None:
-            return None, flight.error
-        start = time.perf_counter()
-        try:
-            result = self._runner.wait(flight.handle)
-        except InternalError:
-            raise
-        except _RUNNER_FAULTS as error:
-            return None, error
-        self._clock.waited(time.perf_counter() - start)
-        return result, None
 
     def _settle(self, flight: Flight, result: StepResult | None, error: BaseException | None) -> None:
         self._flights.popleft()
@@ -376,7 +381,7 @@ class Engine:
         else:
             assert error is not None
             outputs = self._scheduler.fail(flight.plan.step_id, error)
-            if isinstance(error, _RUNNER_FAULTS):
+            if isinstance(error, RUNNER_FAULTS):
                 self._num_faults += 1  # an interrupted launch is not one: it was raised at once
         self._deliver(outputs)
         self._tidy_memory()
@@ -388,5 +393,7 @@ class Engine:
             raise error
 
     def _tidy_memory(self) -> None:
-        if self.control is not None:
+        if self.control is not None and self._scheduler.presses:
+            self.control.press(self._scheduler.num_running)
+        elif self.control is not None:
             self.control.after_commit(self._scheduler.num_waiting > 0, not self._scheduler.has_unfinished())

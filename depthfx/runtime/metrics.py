@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from depthfx.alloc.usage import BlockUsage
 from depthfx.records import StepPlan
+from depthfx.runtime.depth_control import DepthStats
 from depthfx.runtime.precision import summary
 from depthfx.runtime.scheduler import Scheduler
 
@@ -32,6 +33,7 @@ class EngineStats:
     kv: BlockUsage
     host_seconds_per_step: float  # planning, launching and booking
     exposed_seconds_per_step: float  # the part of it during which the device had nothing to do
+    depth: DepthStats | None  # None unless compiled with a skipper and depth="auto"
 
 
 class StepClock:
@@ -96,4 +98,5 @@ class StepCounts:
             kv=scheduler.manager.usage(),
             host_seconds_per_step=clock.host_seconds / steps,
             exposed_seconds_per_step=clock.exposed_seconds / steps,
+            depth=None if scheduler.depth is None else scheduler.depth.stats(),
         )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from depthfx.errors import DepthfxError, InternalError
 from depthfx.records import StepPlan, StepResult
+from depthfx.runtime.metrics import StepClock
+
+# What a runner may raise for one step without ending the engine. Anything else is a defect and comes straight through.
+RUNNER_FAULTS = (RuntimeError, MemoryError, ArithmeticError, ValueError, OSError, DepthfxError)
 
 
 class StepRunner(Protocol):
@@ -51,6 +57,12 @@ class MemoryControl(Protocol):
     def after_commit(self, waiting: bool, idle: bool) -> None:
         """Gives back what is not needed."""
 
+    def press(self, spare: int) -> None:
+        """Instead of `after_commit` while somebody waits for full precision: brings back what leaves room for held and ``spare`` blocks."""
+
+    def wait(self, seconds: float) -> None:
+        """Nothing can run before what was pressed for is back: waits for it, at most so long. Called without the engine's lock."""
+
 
 @dataclass
 class Flight:
@@ -59,3 +71,17 @@ class Flight:
     plan: StepPlan
     handle: Any = None
     error: BaseException | None = None  # the launch failed
+
+    def wait(self, runner: StepRunner, clock: StepClock) -> tuple[StepResult | None, BaseException | None]:
+        """The step's result, or what it failed with; anything but :data:`RUNNER_FAULTS` is raised."""
+        if self.error is not None:
+            return None, self.error
+        start = time.perf_counter()
+        try:
+            result = runner.wait(self.handle)
+        except InternalError:
+            raise
+        except RUNNER_FAULTS as error:
+            return None, error
+        clock.waited(time.perf_counter() - start)
+        return result, None

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, get_args
 
-from depthfx.errors import InvalidRequestError, RequestTooLargeError
-from depthfx.records import Depth, SamplingParams
+from depthfx.errors import InvalidRequestError, RequestTooLargeError, SettingError
+from depthfx.records import Depth, MinPrecision, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +51,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "error", "finish_reason", "fresh", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "num_backed",
-        "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling", "request_id",
-        "routed", "salt", "sample_row", "sampling", "state", "status", "stop_check", "table_row", "token_ids",
+        "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "num_backed",
+        "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling", "promoted_at",
+        "request_id", "routed", "salt", "sample_row", "sampling", "settled", "state", "status", "stop_check", "table_row", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -63,11 +63,15 @@ class Request:
         sampling: SamplingParams,
         stop_check: StopCheck | None = None,
         salt: bytes = b"",
-        routed: tuple[bool, bool] = (False, False),
+        depth: tuple[Depth, Depth] = ("dense", "dense"),
     ) -> None:
         self.request_id = request_id
         self.number = zlib.crc32(request_id.encode()) & 0x7FFFFFFF
-        self.routed = routed  # whether prompt and answer ask the skipper
+        self.auto = depth[0] == "auto", depth[1] == "auto"  # whether the depth of prompt and answer is left open
+        self.routed = depth[0] == "routed", depth[1] == "routed"  # whether prompt and answer ask the skipper
+        self.settled = not self.auto[0]  # the prompt's depth is decided
+        self.promoted_at = 0  # tokens before it were computed dense, though the answer is routed by now
+        self.full = sampling.min_precision == "full"
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.output_ids: list[int] = []
         self.num_prompt = len(self.token_ids)
@@ -96,6 +100,14 @@ class Request:
         self.fresh = True  # nothing has been planned since admission
         self.state = b""  # precision and depth of its prompt at admission
         self.num_uniform = -1  # leading tokens that were planned under it; -1: all
+
+    def settle(self, routed: bool) -> None:
+        """The prompt's depth is decided; for good."""
+        self.routed, self.settled = (routed, self.routed[1]), True
+
+    def promote(self) -> None:
+        """The answer is routed from the next token that is planned; for good."""
+        self.routed, self.promoted_at = (self.routed[0], True), self.num_planned
 
     def plan_under(self, state: bytes, start: int) -> None:
         """Tokens from ``start`` on are planned under ``state``."""
@@ -140,6 +152,22 @@ def fit_request(request: Request, max_model_len: int, max_kv_tokens: int) -> Non
         )
 
 
+def check_limits(max_batch_size: int, max_batch_tokens: int, max_chunk_tokens: int, max_model_len: int, num_table_rows: int) -> None:
+    """Raises :class:`SettingError` if sizes of the engine do not fit each other."""
+    limits = {"max_batch_size": max_batch_size, "max_chunk_tokens": max_chunk_tokens, "max_model_len": max_model_len}
+    for name, value in limits.items():
+        if value < 1:
+            raise SettingError(f"setting {name}={value} must be at least 1; give a larger value")
+    if max_batch_tokens < max_batch_size:
+        raise SettingError(
+            f"setting max_batch_tokens={max_batch_tokens} must be at least max_batch_size={max_batch_size}, one row a decode: raise it"
+        )
+    if num_table_rows < max_batch_size:
+        raise SettingError(
+            f"setting max_batch_size={max_batch_size} must be at most the {num_table_rows} rows of the block table: lower it"
+        )
+
+
 def check_prompt(prompt_token_ids: Iterable[int], vocab_size: int) -> list[int]:
     """The prompt as a list of ints in [0, vocab_size); anything else raises :class:`InvalidRequestError`."""
     token_ids = list(prompt_token_ids)
@@ -180,10 +208,27 @@ def check_sampling(sampling: SamplingParams) -> None:
     )
     for name, value, fits, allowed in (
         *rules,
-        ("depth", s.depth, _is_depth(s.depth), "'dense', 'routed', or a pair of these for prompt and answer"),
+        ("depth", s.depth, _is_depth(s.depth), "'auto', 'dense', 'routed', or a pair of these for prompt and answer"),
+        ("min_precision", s.min_precision, s.min_precision in get_args(MinPrecision), "'fast' (whatever the load allows) or 'full'"),
     ):
         if not fits:
             raise InvalidRequestError(f"sampling parameter {name}={value!r} must be {allowed}; change it in the request's SamplingParams")
+
+
+def check_full(sampling: SamplingParams, never: str, wanted: bytes) -> None:
+    """Raises :class:`InvalidRequestError` if ``min_precision="full"`` cannot be had: ``never`` says why no layer ever is full, ``wanted`` has
+    the entries that the user allows to be full."""
+    if sampling.min_precision == "full" and (never or not all(wanted)):
+        why = never or 'set_precision made layers fast; call set_precision("full") first'
+        raise InvalidRequestError(f"min_precision='full' cannot be had: {why}; or leave it out, and the request runs in fast precision")
+
+
+def check_still_full(wanted: bytes, num_full: int) -> None:
+    """Raises :class:`InvalidRequestError` if layers would be fast while ``num_full`` requests ask for full precision."""
+    if num_full and not all(wanted):
+        raise InvalidRequestError(
+            f"set_precision: {num_full} unfinished requests ask for min_precision='full', so no layer may be fast; let them end first"
+        )
 
 
 def _is_depth(depth: object) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from depthfx.errors import InvalidRequestError
-from depthfx.records import SamplingParams, StepPlan
+from depthfx.records import Depth, SamplingParams, StepPlan
 
+Seen = tuple[int, int]  # (Project-Only, all) pairs of row and routed layer
 _KEPT_REQUESTS = 4096  # counts of requests before these are forgotten
 
 
@@ -34,10 +35,11 @@ class RouteCounts:
 class RouteLog:
     """Counts of one engine; the engine alone adds to it."""
 
-    def __init__(self, layers: Sequence[int], depth: tuple[bool, bool]) -> None:
-        """``depth``: whether prompt and answer of a request that says nothing are routed."""
+    def __init__(self, layers: Sequence[int], depth: tuple[Depth, Depth]) -> None:
+        """``depth``: of prompt and answer of a request that says nothing."""
         self.layers = tuple(layers)
         self.default = depth
+        self.observer: Callable[[Seen, Seen], None] = lambda answer, prompt: None  # told by :meth:`add`; settable
         self._all = self._none()
         self._requests: OrderedDict[str, np.ndarray] = OrderedDict()
         self._recording = False
@@ -74,20 +76,37 @@ class RouteLog:
         return hashlib.blake2b(repr(tuple(routes.shape)).encode() + routes.numpy().tobytes(), digest_size=16).hexdigest()
 
     def add(self, plan: StepPlan, tape: torch.Tensor) -> None:
-        """The tape ``[places, T]`` of a booked step."""
-        columns, row = tape.numpy(), 0
-        for chunk in plan.decodes + plan.prefills:
-            if chunk.routed:
-                mine = columns[:, row : row + chunk.num_tokens]
-                project = (mine == 0).sum(1)
-                both = np.stack((mine.shape[1] - project, project))
-                self._all += both
-                self._requests.setdefault(chunk.request_id, self._none())[:] += both
-                self._requests.move_to_end(chunk.request_id)
-                if self._recording:
-                    kept = self._maps.setdefault(chunk.request_id, {})
-                    kept.update((chunk.start + i, mine[:, i].copy()) for i in range(mine.shape[1]))
+        """The tape ``[places, T]`` of a booked step; tells ``observer`` what was decided for rows of answers and of prompts, dense ones too.
+
+        Of dense rows, which run every layer, the tape says what would have been decided; it is not counted here.
+        """
+        columns = tape.numpy()
+        skipped = (columns & 1) == 0
+        self._count(plan, columns, np.stack((~skipped, skipped)))
+        by_row, row = skipped.sum(0), len(plan.decodes)
+        project, rows = {True: 0, False: int(by_row[:row].sum())}, {True: 0, False: row}  # of prompts, of answers
+        for chunk in plan.prefills:
+            project[chunk.is_prompt] += int(by_row[row : row + chunk.num_tokens].sum())
+            rows[chunk.is_prompt] += chunk.num_tokens
             row += chunk.num_tokens
+        places = len(self.layers)
+        self.observer((project[False], rows[False] * places), (project[True], rows[True] * places))
+
+    def _count(self, plan: StepPlan, columns: np.ndarray, both: np.ndarray) -> None:
+        row = 0
+        for chunk in plan.decodes + plan.prefills:
+            num_tokens = chunk.num_tokens
+            if chunk.routed:
+                name, mine = chunk.request_id, both[:, :, row] if num_tokens == 1 else both[:, :, row : row + num_tokens].sum(-1)
+                self._all += mine
+                if (counts := self._requests.get(name)) is None:
+                    self._requests[name] = counts = self._none()
+                counts += mine
+                self._requests.move_to_end(name)
+                if self._recording:
+                    kept = self._maps.setdefault(name, {})
+                    kept.update((chunk.start + i, columns[:, row + i].copy()) for i in range(num_tokens))
+            row += num_tokens
         while len(self._requests) > _KEPT_REQUESTS:
             self._requests.popitem(last=False)
 
@@ -95,12 +114,20 @@ class RouteLog:
         return np.zeros((2, len(self.layers)), dtype=np.int64)
 
 
-def routed_parts(sampling: SamplingParams, routes: RouteLog | None) -> tuple[bool, bool]:
-    """Whether prompt and answer of a request ask the skipper. Raises :class:`InvalidRequestError` where it asks and there is none."""
+def depth_parts(sampling: SamplingParams, routes: RouteLog | None, measured: bool) -> tuple[Depth, Depth]:
+    """The depth of prompt and answer of a request. Raises :class:`InvalidRequestError` where it asks for a skipper and there is none, or
+    leaves open what nothing was ``measured`` for."""
     asked = sampling.depth
     if asked is None:
-        return (False, False) if routes is None else routes.default
+        return ("dense", "dense") if routes is None else routes.default
     prompt, answer = asked if isinstance(asked, tuple) else (asked, asked)
-    if routes is None and "routed" in (prompt, answer):
-        raise InvalidRequestError("depth='routed': this model was compiled without a skipper; give depthfx.compile one, or leave depth out")
-    return prompt == "routed", answer == "routed"
+    wants = next((part for part in (prompt, answer) if part != "dense"), None)
+    if routes is None and wants is not None:
+        raise InvalidRequestError(
+            f"depth={wants!r}: this model was compiled without a skipper; give depthfx.compile one, or leave depth out"
+        )
+    if not measured and "auto" in (prompt, answer):
+        raise InvalidRequestError(
+            "depth='auto': what routing costs was not measured; compile the model with depth='auto', or ask for 'dense' or 'routed'"
+        )
+    return prompt, answer

@@ -4,6 +4,10 @@ Order is first come, first served. Every running decode gets its token in each s
 waiting requests are admitted. When blocks run out, the newest running request gives up its blocks and waits again with
 its tokens kept; the oldest one is therefore never held up.
 
+Full precision: a request that asks for it is admitted once every entry is full, and nothing is lent while it runs: others wait or are
+preempted. While it waits at the head of the queue (`presses`) nobody is admitted past it, those who run may still lend what they need
+to end, and residuals return as they do. So it waits for the requests before it and for the copies, and never for one that came later.
+
 Lookahead: `plan` may be called once more before the previous step is committed. Three rules keep that exact.
 
 1. A decode whose token is still on the device names the sampled row it comes from. It is planned unless the request ends
@@ -23,10 +27,12 @@ from dataclasses import dataclass
 from operator import and_, attrgetter
 
 from depthfx.alloc.manager import MemoryManager
-from depthfx.errors import InternalError, InvalidRequestError, NonFiniteLogitsError, SettingError
+from depthfx.errors import InternalError, InvalidRequestError, NonFiniteLogitsError
 from depthfx.records import Chunk, StepPlan, StepResult
 from depthfx.runtime.chunks import decode_chunk, prefill_chunk, state_of
-from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status, fit_request
+from depthfx.runtime.depth_choice import promote, prompt_pays, rows_of_step, wants_probe
+from depthfx.runtime.depth_control import DepthControl
+from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status, check_limits, fit_request
 
 _by_arrival = attrgetter("arrival")
 
@@ -48,18 +54,7 @@ class Scheduler:
     def __init__(
         self, manager: MemoryManager, max_batch_size: int, max_batch_tokens: int, max_chunk_tokens: int, max_model_len: int
     ) -> None:
-        limits = {"max_batch_size": max_batch_size, "max_chunk_tokens": max_chunk_tokens, "max_model_len": max_model_len}
-        for name, value in limits.items():
-            if value < 1:
-                raise SettingError(f"setting {name}={value} must be at least 1; give a larger value")
-        if max_batch_tokens < max_batch_size:
-            raise SettingError(
-                f"setting max_batch_tokens={max_batch_tokens} must be at least max_batch_size={max_batch_size}, one row a decode: raise it"
-            )
-        if manager.num_table_rows < max_batch_size:
-            raise SettingError(
-                f"setting max_batch_size={max_batch_size} must be at most the {manager.num_table_rows} rows of the block table: lower it"
-            )
+        check_limits(max_batch_size, max_batch_tokens, max_chunk_tokens, max_model_len, manager.num_table_rows)
         self.manager = manager
         self.max_batch_size = max_batch_size
         self.max_batch_tokens = max_batch_tokens
@@ -68,6 +63,9 @@ class Scheduler:
         self.wanted = b""  # precision that the user asks for; see `depthfx.runtime.precision`
         self.route_reads: Collection[str] = ()  # what policies read of a row, see `state_of`; settable
         self.mask: Callable[[], bytes] = bytes  # which entries may be full now; empty: all
+        self.depth: DepthControl | None = None  # decides where requests leave their depth open; settable
+        self.num_full = 0  # unfinished requests that ask for full precision
+        self._num_full_running = 0
         self.num_preemptions = 0
         self.num_reused_tokens = 0
         self._requests: dict[str, Request] = {}  # all that have not ended
@@ -94,6 +92,11 @@ class Scheduler:
         """Requests that wait for a place."""
         return len(self._waiting)
 
+    @property
+    def presses(self) -> bool:
+        """Whether the next request to be admitted waits for full precision."""
+        return self.num_full > 0 and bool(self._waiting) and self._waiting[0].full and not all(self.precision)
+
     def has_unfinished(self) -> bool:
         """Whether a request has not ended, or a step has not been committed."""
         return bool(self._requests or self._steps)
@@ -112,11 +115,12 @@ class Scheduler:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; ids must be unique among unfinished requests: choose another"
             )
-        fit_request(request, self.max_model_len, self.manager.max_request_tokens)
+        fit_request(request, self.max_model_len, self.manager.max_full_tokens if request.full else self.manager.max_request_tokens)
         request.arrival = self._next_arrival
         self._next_arrival += 1
         self._requests[request.request_id] = request
         self._waiting.append(request)
+        self.num_full += request.full
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at once, whatever it is doing; None if there is no such unfinished request."""
@@ -144,6 +148,8 @@ class Scheduler:
         if decoding is None:
             return None
         preempted = self.num_preemptions > num_preemptions
+        if self.depth is not None and decoding:
+            promote(self.depth, decoding, pressed=self._blocked is not None and bool(self._waiting))
         decodes = tuple(decode_chunk(request, row, self._next_step) for row, request in enumerate(decoding))
         budget = self.max_batch_tokens - len(decodes)
         if decodes:
@@ -162,10 +168,14 @@ class Scheduler:
         if not decodes and not prefills:
             return self.plan() if preempted else None  # all who ran were preempted: one of them can be admitted again
         precision = self.precision  # now that no more blocks are taken
+        if self._num_full_running and not all(precision):
+            raise InternalError("a layer is fast although a request runs that asks for full precision")
         for request, chunk in zip((*decoding, *prefilling), (*decodes, *prefills)):
             state = state_of(precision, True, self.route_reads, request.number, chunk.is_prompt) if chunk.routed else precision
             request.plan_under(state, chunk.start)
-        plan = StepPlan(self._next_step, decodes, tuple(prefills), self.manager.take_table_writes(), precision, *self.manager.take_moves())
+        probe = self.depth is not None and wants_probe(self.depth, decoding, prefilling, (*decodes, *prefills))
+        writes, moves = self.manager.take_table_writes(), self.manager.take_moves()
+        plan = StepPlan(self._next_step, decodes, tuple(prefills), writes, precision, *moves, probe)
         self._next_step += 1
         self._steps.append(_Step(plan, (*decoding, *prefilling)))
         return plan
@@ -271,7 +281,7 @@ class Scheduler:
             if not self._admit(request):
                 # Nothing else can run: a parked request makes room, or the waiting one might wait for ever.
                 parked = [r for r in self._running if r.status is Status.PARKED]
-                if not (idle and parked and not self._steps):
+                if not (idle and parked and not self._steps) or (request.full and not self.manager.num_lent_units):
                     return
                 self._preempt(parked[-1])
                 continue
@@ -284,13 +294,21 @@ class Scheduler:
             return False
         if self._blocked == (request.request_id, manager.num_releases):
             return False
+        precision = self.precision
+        if request.full and not all(precision):
+            return False
+        routed = request.routed[0] if request.settled else self._prompt_pays(request, precision)
+        state = state_of(precision, routed, self.route_reads, request.number)
+        manager.may_lend = not (request.full or self._num_full_running)
         # One block of headroom for each running request, so that the newcomer is not preempted right away.
-        state = state_of(self.precision, request.routed[0], self.route_reads, request.number)
         place = manager.admit(request.request_id, request.token_ids, state + request.salt, headroom=len(self._running))
         if place is None:
+            manager.may_lend = not self._num_full_running
             self._blocked = (request.request_id, manager.num_releases)
             return False
         self._blocked = None
+        self._num_full_running += request.full
+        request.settle(routed)
         self._waiting.popleft()
         request.status = Status.RUNNING
         request.holds_blocks = True
@@ -302,11 +320,23 @@ class Scheduler:
         insort(self._running, request, key=_by_arrival)
         return True
 
+    def _prompt_pays(self, request: Request, precision: bytes) -> bool:
+        states = [state_of(precision, routed, self.route_reads, request.number) + request.salt for routed in (False, True)]
+        limit = self.max_chunk_tokens if self._running else self.max_batch_tokens
+        rows = rows_of_step(request, self._running, self._waiting, limit)
+        return self.depth is not None and prompt_pays(self.depth, self.manager, request, states, rows)
+
+    def _leave(self, request: Request) -> None:
+        """A request that runs no longer."""
+        self._running.remove(request)
+        self._num_full_running -= request.full
+        self.manager.may_lend = not self._num_full_running
+
     def _preempt(self, request: Request) -> None:
         if len(self._running) == 1 and request.status is not Status.PARKED:
             raise InternalError(f"request {request.request_id!r} is alone and has no room for its next token; it should have been refused")
         self.num_preemptions += 1
-        self._running.remove(request)
+        self._leave(request)
         self.manager.release(request.request_id)
         request.forget_place()
         if request.status is not Status.PARKED:
@@ -351,10 +381,11 @@ class Scheduler:
         self, request: Request, reason: FinishReason, error: BaseException | None = None, token_ids: tuple[int, ...] = ()
     ) -> RequestOutput:
         del self._requests[request.request_id]
+        self.num_full -= request.full
         request.finish_reason = reason
         request.error = error
         if request.holds_blocks:
-            self._running.remove(request)
+            self._leave(request)
             self._release_if_unnamed(request)
         elif request.status is Status.WAITING:
             self._waiting.remove(request)

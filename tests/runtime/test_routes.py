@@ -17,7 +17,7 @@ def add(log: RouteLog, *request_ids: str) -> None:
 
 def test_a_request_that_goes_on_is_not_forgotten(monkeypatch):
     monkeypatch.setattr(routes, "_KEPT_REQUESTS", 3)
-    log = RouteLog((4, 7), (True, True))
+    log = RouteLog((4, 7), ("routed", "routed"))
     for number in range(6):
         add(log, "long", f"short {number}")
     assert log.counts("long").run == (6, 0) and log.counts("long").project == (0, 6)

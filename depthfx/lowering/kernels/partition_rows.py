@@ -3,9 +3,10 @@
 ``choice[t]`` is -1 where ``positions[t] < 0`` (padding), else 1 (RUN) where ``actions[t]`` or ``forced[t]`` is not 0, else 0 (PROJECT).
 ``order`` [T] holds the RUN rows, then the PROJECT rows, then padding, each in rising order; ``counts`` [2] the numbers of the first
 two; ``run_positions[t]`` is ``positions[t]`` of a RUN row and -1 of any other, so attention reads no key for it. Row ``place`` of
-``tape`` [places, capacity >= T] int8 gets ``choice``; its columns from T on stay. All others are int32; T < 32768.
+``tape`` [places, capacity >= T] int8 gets ``choice``, and of a forced row 3 where its action is not 0, else 2: what would have been
+decided is seen there without any effect. Its columns from T on stay. All others are int32; T < 32768.
 Example: actions = [0, 1, 0, 1], forced = [0, 0, 1, 0], positions = [7, 3, 9, -1]: order = [1, 2, 0, 3], counts = [2, 1],
-run_positions = [-1, 3, 9, -1] and choice = [0, 1, 1, -1].
+run_positions = [-1, 3, 9, -1], choice = [0, 1, 1, -1] and on the tape [0, 1, 2, -1].
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ MAX_BLOCK = 1024
 
 @triton.jit
 def _choose(actions_ptr, forced_ptr, positions_ptr, rows, num_rows):
-    """``(choice, position)`` of ``rows``; rows from T on are -1."""
+    """``(choice, position, note for the tape)`` of ``rows``; rows from T on are -1."""
     inside = rows < num_rows
     action = tl.load(actions_ptr + rows, mask=inside, other=0)
     forced = tl.load(forced_ptr + rows, mask=inside, other=0)
     position = tl.load(positions_ptr + rows, mask=inside, other=-1)
     runs = (action != 0) | (forced != 0)
-    return tl.where(position < 0, -1, runs.to(tl.int32)), position
+    noted = (action != 0).to(tl.int32) + tl.where(forced != 0, 2, 0)
+    return tl.where(position < 0, -1, runs.to(tl.int32)), position, tl.where(position < 0, -1, noted)
 
 
 @triton.jit
@@ -49,11 +51,11 @@ def _partition_rows_kernel(
     tape_row = tape_ptr + place.to(tl.int64) * stride_tape
     pdl_release(PDL)
     pdl_wait(PDL)
-    choice, position = _choose(actions_ptr, forced_ptr, positions_ptr, at, num_rows)
+    choice, position, noted = _choose(actions_ptr, forced_ptr, positions_ptr, at, num_rows)
     packed = _packed_counts(choice)
     if not ONE_BLOCK:
         for start in range(BLOCK, num_rows, BLOCK):
-            more, _position = _choose(actions_ptr, forced_ptr, positions_ptr, start + at, num_rows)
+            more, _position, _noted = _choose(actions_ptr, forced_ptr, positions_ptr, start + at, num_rows)
             packed += _packed_counts(more)
     counted = tl.sum(packed, axis=0)
     num_run, num_project = counted & 0xFFFF, counted >> 16
@@ -65,7 +67,7 @@ def _partition_rows_kernel(
         rows = start + at
         inside = rows < num_rows
         if not ONE_BLOCK:
-            choice, position = _choose(actions_ptr, forced_ptr, positions_ptr, rows, num_rows)
+            choice, position, noted = _choose(actions_ptr, forced_ptr, positions_ptr, rows, num_rows)
         packed = _packed_counts(choice)
         earlier = before + tl.cumsum(packed, axis=0) - packed  # RUN and PROJECT rows before this one
         before += tl.sum(packed, axis=0)
@@ -74,7 +76,7 @@ def _partition_rows_kernel(
         tl.store(order_ptr + target, rows, mask=inside)
         tl.store(run_positions_ptr + rows, tl.where(choice == 1, position, -1), mask=inside)
         tl.store(choice_ptr + rows, choice, mask=inside)
-        tl.store(tape_row + rows, choice.to(tl.int8), mask=inside)
+        tl.store(tape_row + rows, noted.to(tl.int8), mask=inside)
 
 
 def _check(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tensor, tape: torch.Tensor, place: int) -> None:
@@ -102,7 +104,8 @@ def reference(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tens
     choice = torch.where(positions < 0, -1, ((actions != 0) | (forced != 0)).to(torch.int32)).to(torch.int32)
     order = torch.argsort(choice, descending=True, stable=True).to(torch.int32)
     counts = torch.stack(((choice == 1).sum(), (choice == 0).sum())).to(torch.int32)
-    tape[place, : choice.shape[0]] = choice.to(torch.int8)
+    noted = torch.where(positions < 0, -1, (actions != 0).to(torch.int32) + 2 * (forced != 0))
+    tape[place, : choice.shape[0]] = noted.to(torch.int8)
     return order, counts, torch.where(choice == 1, positions, -1).to(torch.int32), choice
 
 
