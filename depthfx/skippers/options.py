@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from depthfx.errors import SkipperError
@@ -13,6 +14,13 @@ def check_share(name: str, value: float) -> float:
     """``value`` as it is, if it lies in [0, 1]; else :class:`SkipperError`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise SkipperError(f"{name}={value!r} is not allowed; give a number from 0 to 1")
+    return value
+
+
+def check_number(name: str, value: float) -> float:
+    """``value`` as it is, if it is a finite number; else :class:`SkipperError`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise SkipperError(f"{name}={value!r} is not allowed; give a finite number")
     return value
 
 

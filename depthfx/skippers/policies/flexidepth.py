@@ -14,7 +14,7 @@ from torch import nn
 from depthfx.contracts import Decision, Policy, Rows
 from depthfx.skippers.model_shape import ModelShape
 from depthfx.skippers.norm import RmsNorm
-from depthfx.skippers.options import check_count
+from depthfx.skippers.options import check_count, check_number
 from depthfx.skippers.plugins import PolicySpec, register_policy, seeded
 
 
@@ -27,22 +27,30 @@ class FlexiDepthRouter(Policy):
         super().__init__()
         width = max(1, hidden_size // check_count("reduction", reduction))
         self.reduction = reduction
+        self.threshold = 0.5  # of the published model; lower ones let more rows run
         self.router_enc = nn.Linear(hidden_size, width, bias=bias)
         self.router_norm = RmsNorm(width, eps)
         self.router_dec = nn.Linear(width, hidden_size, bias=bias)
         self.router_head = nn.Linear(hidden_size, 1, bias=bias or head_bias)
 
     def forward(self, rows: Rows) -> Decision:
-        """RUN where the weight is above one half."""
+        """RUN where the weight is above the threshold."""
         latent = torch.tanh(self.router_norm(self.router_enc(rows.normed)))
         weight = torch.sigmoid(self.router_head(self.router_dec(latent))).squeeze(-1)
-        return Decision(weight > 0.5, weight)
+        return Decision(weight > self.threshold, weight)
 
 
-def make(shape: ModelShape, layers: tuple[int, ...], *, reduction: int = 16, seed: int = 0) -> list[Policy]:
-    """A router for each layer, untrained (weights drawn from ``seed``); ``reduction`` divides H."""
+def make(shape: ModelShape, layers: tuple[int, ...], *, reduction: int = 16, head_bias: float | None = None, seed: int = 0) -> list[Policy]:
+    """A router for each layer, untrained (weights drawn from ``seed``); ``reduction`` divides H.
+
+    ``head_bias``: where the head's bias starts (None: it has none); with 2 nearly every row runs at first.
+    """
     with seeded(seed):
-        return [FlexiDepthRouter(shape.hidden_size, reduction, shape.norm_eps) for _ in layers]
+        made = [FlexiDepthRouter(shape.hidden_size, reduction, shape.norm_eps, head_bias=head_bias is not None) for _ in layers]
+    if head_bias is not None:
+        for router in made:
+            nn.init.constant_(router.router_head.bias, check_number("head_bias", head_bias))
+    return list(made)
 
 
 register_policy(
@@ -50,7 +58,7 @@ register_policy(
         name="flexidepth",
         description="FlexiDepth's router: a sigmoid weight of the normed input above one half",
         make=make,
-        cases=({}, {"reduction": 4, "seed": 5}),
+        cases=({}, {"reduction": 4, "seed": 5}, {"head_bias": 0.1}),
         gates=("hard", "mlp"),
     )
 )

@@ -34,17 +34,24 @@ class Adapter(Projector):
         return update
 
 
-def make(shape: ModelShape, layers: tuple[int, ...], *, proj_reduction: int = 16, seed: int = 0) -> list[Projector]:
+def make(shape: ModelShape, layers: tuple[int, ...], *, proj_reduction: int = 16, zero: bool = False, seed: int = 0) -> list[Projector]:
     """One for each layer, untrained (weights drawn from ``seed``); ``proj_reduction`` divides the MLP's width.
 
+    ``zero``: the output projection starts at zero, so that at first a skipped row passes unchanged.
     Raises :class:`SkipperError` where the model's config names no width.
     """
     if shape.intermediate_size is None:
         raise SkipperError(f"the config of {shape.model_type or 'the model'} has no intermediate_size, which the adapter divides; use lora")
     with seeded(seed):
-        return [Adapter(shape.hidden_size, shape.intermediate_size, proj_reduction) for _ in layers]
+        made = [Adapter(shape.hidden_size, shape.intermediate_size, proj_reduction) for _ in layers]
+    if zero:
+        for adapter in made:
+            nn.init.zeros_(adapter.up_proj.weight)
+    return list(made)
 
 
 register_projector(
-    ProjectorSpec("adapter", "FlexiDepth's narrow MLP on the MLP's input", make, cases=({}, {"proj_reduction": 4, "seed": 2}))
+    ProjectorSpec(
+        "adapter", "FlexiDepth's narrow MLP on the MLP's input", make, cases=({}, {"proj_reduction": 4, "seed": 2}, {"zero": True})
+    )
 )

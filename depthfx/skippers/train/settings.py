@@ -66,12 +66,14 @@ class TrainSettings:
     seed: int = 42  # of the order of the sequences
     recompute: bool = True  # activations of routed layers are computed anew in the backward pass: less memory, more time
 
-    # beside the loss of the language model and the skip loss
+    # beside the skip loss
+    lm: float = 1.0  # weight of the loss of the language model
     distill: float = 0.0  # weight of the divergence from the frozen model's distribution; 0: the frozen model is not run
     distill_temperature: float = 1.0
 
     # a controller in place of a fixed penalty
     target_skip: float | None = None  # share of routed rows that are to skip; the penalty follows, below 0 where too many skip
+    target_rise: float = 0.0  # share of the first stage's steps in which the target rises from 0
     max_penalty: float = 1.0  # bound of the controller's penalty in both directions
     controller_gain: float = 1.0  # penalty, as share of its bound, for a skip share that is 1 away from the target
     controller_rate: float = 0.005  # share of the bound that the penalty moves in each step, likewise
@@ -95,8 +97,11 @@ class TrainSettings:
         _whole("seed", self.seed, least=0)
         for name in ("eps", "clip", "distill_temperature", "max_penalty"):
             _within(name, getattr(self, name), 0, math.inf, above=True)
-        for name in ("weight_decay", "distill", "controller_gain", "controller_rate"):
+        for name in ("weight_decay", "lm", "distill", "controller_gain", "controller_rate"):
             _within(name, getattr(self, name), 0, math.inf)
+        _within("target_rise", self.target_rise, 0, 1)
+        if not self.lm and not self.distill:
+            raise SettingError("lm=0.0 and distill=0.0 leave nothing to learn but the skip loss; set one of them above 0")
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise SettingError(f"betas={self.betas!r} is not allowed; give a tuple of two numbers")
         for name, value in (("betas", self.betas[0]), ("betas", self.betas[1]), ("controller_memory", self.controller_memory)):
@@ -125,6 +130,15 @@ def learning_rate(stage: Stage, step: int, steps: int) -> float:
     return stage.learning_rate * (stage.final_share + (1 - stage.final_share) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
+def target_share(settings: TrainSettings, stage: int, step: int, steps: int) -> float:
+    """How much of the target holds in optimiser step ``step`` (from 0) of the stage's ``steps``: 1, or less while it rises.
+
+    Example: with 10 steps and a rise of 0.4 the first stage's shares are 1/4, 2/4, 3/4, and 1 from then on.
+    """
+    rise = settings.target_rise * steps if stage == 0 else 0.0
+    return min(1.0, (step + 1) / rise) if rise else 1.0
+
+
 @dataclass
 class Controller:
     """Keeps the share of skipped rows at a target by the penalty: proportional and integral, over a running mean of the share."""
@@ -133,13 +147,13 @@ class Controller:
     total: float = 0.0  # integral, as a share of the largest penalty
     share: float | None = None  # running mean
 
-    def update(self, skipped: float, settings: TrainSettings) -> None:
-        """``skipped``: the share in the step just done. Without a target the penalty stays as it is."""
+    def update(self, skipped: float, settings: TrainSettings, risen: float = 1.0) -> None:
+        """``skipped``: the share in the step just done; ``risen``: the target's present share of itself. Without one the penalty stays."""
         memory = settings.controller_memory
         self.share = skipped if self.share is None else memory * self.share + (1 - memory) * skipped
         if settings.target_skip is None:
             return
-        error = settings.target_skip - self.share
+        error = settings.target_skip * risen - self.share
         self.total = min(1.0, max(-1.0, self.total + settings.controller_rate * error))
         self.penalty = settings.max_penalty * min(1.0, max(-1.0, self.total + settings.controller_gain * error))
 

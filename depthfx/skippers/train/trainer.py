@@ -6,6 +6,7 @@ schedule. So a run that is stopped anywhere and started again goes on from its l
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from depthfx.skippers.train.loss import sum_losses
 from depthfx.skippers.train.metrics import Metrics
 from depthfx.skippers.train.routing import Routing, routed_training
 from depthfx.skippers.train.sequences import IGNORED, Sequences
-from depthfx.skippers.train.settings import Controller, Stage, TrainSettings, learning_rate, start_controller
+from depthfx.skippers.train.settings import Controller, Stage, TrainSettings, learning_rate, start_controller, target_share
 from depthfx.skippers.train.state_file import load_state, save_state
 from depthfx.skippers.train.workers import Workers
 
@@ -56,9 +57,9 @@ def train_skipper(
     """Train ``skipper`` (policy flexidepth, projector adapter) in place on the frozen Hugging Face ``model``; see :class:`TrainSettings`.
 
     ``data`` serve all stages, or are given by the names of stages. ``folder`` gets state.pt, metrics.jsonl and the result, the folder
-    skipper; where it holds a state of the same run and ``resume`` is on, training goes on from there. ``on_step`` sees the record of each
-    step. Raises :class:`SkipperError` for parts that do not fit, a folder that cannot be written or holds another run, and a loss
-    that is not finite (the last state is kept), and :class:`~depthfx.errors.SettingError`.
+    skipper (of stages before the last, skipper-NAME); where it holds a state of the same run and ``resume`` is on, training goes on from
+    there. ``on_step`` sees the record of each step. Raises :class:`SkipperError` for parts that do not fit, a folder that cannot be written
+    or holds another run, and a loss that is not finite (the last state is kept), and :class:`~depthfx.errors.SettingError`.
     """
     settings = TrainSettings() if settings is None else settings
     check_flexidepth(skipper)
@@ -123,6 +124,7 @@ class _Run:
                     self.evaluation = evaluate(self.model, self.routing, self.held_out, settings.micro_batch, self.workers)
                     metrics.add({"kind": "evaluation", "step": self.done, "stage": stage.name, **as_record(self.evaluation)})
                 if last:
+                    self._keep_stage()
                     self._next_stage()
                 if last or self.done % settings.checkpoint_every == 0:
                     self.save()
@@ -150,7 +152,7 @@ class _Run:
         }  # fmt: skip
         self._stop_if(not all(map(math.isfinite, (lm, skip, distill))), record, "the loss")
         record["gradient_norm"] = self._apply_gradients(stage, record)
-        self.controller.update(record["skipped_share"], settings)
+        self.controller.update(record["skipped_share"], settings, target_share(settings, self.stage, self.step, self.steps[self.stage]))
         self.step, self.done, self.tokens = self.step + 1, self.done + 1, self.tokens + tokens
         return record
 
@@ -164,7 +166,7 @@ class _Run:
                 base = self.model(input_ids=ids, use_cache=False).logits
         logits = self.model(input_ids=ids, use_cache=False).logits
         sums = sum_losses(logits, labels, real, routing.weights, base, settings.distill_temperature)
-        self.scaler.scale(sums.loss(targets, tokens, penalty, settings.distill)).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(sums.loss(targets, tokens, penalty, settings.distill, settings.lm)).backward()  # type: ignore[no-untyped-call]
         skipped = [(~a & real).sum() for a in routing.actions]
         return torch.stack([x.detach().float() for x in (sums.lm, sums.skip, sums.distill, *skipped)])
 
@@ -198,6 +200,12 @@ class _Run:
             self._orders = {k: v for k, v in self._orders.items() if k[1] >= key[1] - 1 and k[0] == key[0]}
             self._orders[key] = torch.randperm(count, generator=torch.Generator().manual_seed(seed % 2**63)).tolist()
         return self._orders[key][number % count]
+
+    def _keep_stage(self) -> None:
+        """Beside the result of the whole run, that of each stage before the last: what the later ones are worth can then be measured."""
+        if self.stage + 1 < len(self.settings.stages) and self.workers.is_main:
+            skipper = move_to(copy.deepcopy(self.routing.skipper), shape_of(self.model))
+            _save_result(skipper, self.folder, self.model, self, f"{RESULT}-{self.settings.stages[self.stage].name}")
 
     def _next_stage(self) -> None:
         self.stage, self.step = self.stage + 1, 0
@@ -262,19 +270,19 @@ def _steps_of(stage: Stage, count: int, batch_size: int) -> int:
     return stage.steps if stage.steps is not None else max(1, math.ceil(stage.epochs * count / batch_size))
 
 
-def _save_result(skipper: Skipper, folder: Path, model: nn.Module, run: _Run) -> None:
+def _save_result(skipper: Skipper, folder: Path, model: nn.Module, run: _Run, name: str = RESULT) -> None:
     """The trained skipper in the model's dtype, with a record of its training; written whole or not at all."""
     record = {
         "settings": asdict(run.settings), "steps": run.done, "tokens": run.tokens, "processes": run.workers.count,
         "data": {s.name: run.data[s.name].digest() for s in run.settings.stages}, "torch": torch.__version__,
         "evaluation": None if run.evaluation is None else as_record(run.evaluation),
     }  # fmt: skip
-    new = folder / f"{RESULT}.new"
+    new = folder / f"{name}.new"
     try:
         save_flexidepth(skipper, new, model, record)
-        (folder / RESULT).mkdir(exist_ok=True)
+        (folder / name).mkdir(exist_ok=True)
         for file in sorted(new.iterdir(), reverse=True):  # the tensors, then the config that describes them
-            os.replace(file, folder / RESULT / file.name)
+            os.replace(file, folder / name / file.name)
         new.rmdir()
     except (OSError, SafetensorError) as error:
-        raise SkipperError(f"{folder / RESULT} cannot be written ({error}); make room, and start again: the state is kept") from error
+        raise SkipperError(f"{folder / name} cannot be written ({error}); make room, and start again: the state is kept") from error

@@ -1,0 +1,118 @@
+"""What a run may start from and aim at: routers that run everything, targets that rise, one loss alone, chats of the model's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from depthfx.errors import SettingError, SkipperError
+from depthfx.skippers import load_skipper, make_skipper
+from depthfx.skippers.train import Stage, TrainSettings, evaluate_skipper, make_own_chats, routed_training
+from depthfx.skippers.train.settings import target_share
+from tests.skippers.train_toys import data, model, settings, skipper, train
+
+
+def test_a_router_can_start_with_all_rows_running_and_an_adapter_with_nothing():
+    of = model()
+    made = make_skipper(of, "flexidepth", "adapter", reduction=4, proj_reduction=4, head_bias=3.0, zero=True)
+    ids = data(of, 4).ids.long()
+    with routed_training(of, made, "straight_through") as routing, torch.no_grad():
+        routed = of(input_ids=ids, use_cache=False).logits
+        assert all(bool(a.all()) for a in routing.actions)
+        with routing.off():
+            assert torch.equal(routed, of(input_ids=ids, use_cache=False).logits)
+    assert all(p(torch.ones(2, 64), torch.ones(2, 64)).abs().max() == 0 for p in made.projectors)
+    with pytest.raises(SkipperError, match="head_bias='much' is not allowed; give a finite number"):
+        make_skipper(of, "flexidepth", "adapter", head_bias="much")
+
+
+def test_thresholds_run_more_rows_or_fewer():
+    of = model()
+    made = make_skipper(of, "flexidepth", "adapter", reduction=4, proj_reduction=4)
+    shares = []
+    for threshold in (0.0, 0.5, 1.0):
+        for policy in made.policies:
+            policy.threshold = threshold
+        shares.append(evaluate_skipper(of, made, data(of, 8)).skipped_share)
+    assert shares[0] == 0.0 < shares[1] < shares[2] == 1.0
+
+
+def test_a_target_rises():
+    how = settings(10, target_skip=0.5, target_rise=0.4)
+    assert [target_share(how, 0, n, 10) for n in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert target_share(how, 1, 0, 10) == 1.0 == target_share(settings(10), 0, 0, 10)
+    with pytest.raises(SettingError, match=r"target_rise=2 is not allowed"):
+        TrainSettings(target_rise=2)
+
+
+def test_the_share_follows_a_rising_target(tmp_path):
+    of = model()
+    made = make_skipper(of, "flexidepth", "adapter", gate="hard", reduction=4, proj_reduction=4, head_bias=1.0, zero=True)
+    how = settings(
+        90, penalty=0.0, learning_rate=2e-3, final_share=1.0, decision="straight_through", target_skip=0.5, target_rise=0.8, max_penalty=1.0
+    )
+    _, records = train(tmp_path, how, of, trained=made)
+    shares = torch.tensor([r["skipped_share"] for r in records])
+    assert shares[0] == 0.0 and shares[10:30].mean() < 0.25 < shares[-15:].mean() - 0.15 < 0.45
+
+
+def test_one_loss_alone_moves_only_what_it_is_about(tmp_path):
+    """With the divergence alone and nothing skipped there is nothing to learn; the loss of the language model is not part of it."""
+    of = model()
+    made = make_skipper(of, "flexidepth", "adapter", gate="hard", reduction=4, proj_reduction=4, head_bias=3.0)
+    _, (record,) = train(tmp_path, settings(1, penalty=0.0, lm=0.0, distill=1.0, decision="straight_through"), of, trained=made)
+    assert record["lm"] > 1 and abs(record["distill"]) < 1e-5 and record["gradient_norm"] < 1e-5
+    with pytest.raises(SettingError, match=r"lm=0.0 and distill=0.0 leave nothing to learn"):
+        TrainSettings(lm=0.0)
+
+
+def test_the_result_of_each_stage_is_kept(tmp_path):
+    of = model()
+    stages = tuple(Stage(name=n, steps=2, learning_rate=1e-2, penalty=0.0) for n in ("alignment", "annealing"))
+    result, _ = train(tmp_path, settings(stages=stages), of)
+    first, last = (load_skipper(tmp_path / name, of) for name in ("skipper-alignment", "skipper"))
+    assert result.folder == tmp_path / "skipper"
+    assert not torch.equal(first.policies[0].router_enc.weight, last.policies[0].router_enc.weight)
+    alone, _ = train(tmp_path / "alone", settings(stages=stages[:1]), of)
+    assert torch.equal(first.policies[0].router_enc.weight, load_skipper(alone.folder, of).policies[0].router_enc.weight)
+    assert not (tmp_path / "alone" / "skipper-alignment").exists()
+
+
+class Letters:
+    """A tokenizer of single letters with a chat template of its own; 1 is the end."""
+
+    eos_token_id, chat_template = 1, "own"
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(c) % 60 + 2 for c in text]}
+
+    def decode(self, ids, skip_special_tokens=False):
+        return " ".join(str(i) for i in ids if i != 1)
+
+    def apply_chat_template(self, turns, tokenize=True, add_generation_prompt=False, return_dict=False):
+        text = "".join(f"<{t['content']}>" for t in turns) + ("=" if add_generation_prompt else "")
+        return text if not tokenize else {"input_ids": self(text)["input_ids"]}
+
+
+def test_a_model_makes_up_chats():
+    of = model()
+    with torch.no_grad():
+        of.lm_head.weight.mul_(0.05)  # nearly even, so that the end comes now and then
+    before = torch.get_rng_state()
+    made = make_own_chats(of, Letters(), 24, question_tokens=40, answer_tokens=6, batch_size=16, seed=3)
+    assert torch.equal(before, torch.get_rng_state())
+    assert made == make_own_chats(of, Letters(), 24, question_tokens=40, answer_tokens=6, batch_size=16, seed=3)
+    assert 0 < len(made) <= 24 and [m["role"] for m in made[0]["messages"]] == ["user", "assistant"]
+    questions = [c["messages"][0]["content"] for c in made]
+    assert all(questions) and len(set(questions)) == len(questions)
+    with pytest.raises(SkipperError, match="wrote no message that ends within 1 tokens"):
+        make_own_chats(of, Letters(), 2, question_tokens=1)
+    plain = Letters()
+    plain.chat_template = None
+    with pytest.raises(SkipperError, match="no chat template"):
+        make_own_chats(of, plain, 2)
+
+
+def test_skipper_toys_have_no_bias():
+    """Checkpoints of the published form: the head's bias is there only where it is asked for."""
+    assert skipper(model()).policies[0].router_head.bias is None
