@@ -1,5 +1,6 @@
-"""What precision costs in quality: SmolLM2 on plain text, perplexity, KL to FP16 and greedy agreement of each kind of weights.
+"""What precision and skipped layers cost in quality: SmolLM2 on plain text, perplexity, KL and greedy agreement with the FP16 model.
 
+Without ``--skipper`` each kind of weights; with it a skipper and its controls (see ``quality_depth.py``).
 Every arm runs the compiled program, with its own kernels. The weights are rounded to FP16 first, so the dense arm is FP16 weights.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import quality_depth
 import torch
 
 import depthfx
@@ -36,20 +38,24 @@ def read_text(paths: list[Path]) -> str:
 
 
 @torch.inference_mode()
-def logits_of(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """Logits ``[T, V]`` float32 of every position of one prompt, from one prefill step of the compiled program."""
+def logits_of(model: Any, token_ids: list[int], routed: bool = False) -> torch.Tensor:
+    """Logits ``[T, V]`` float32 of every position of one prompt, from one prefill step of the compiled program, dense or routed."""
     engine = model.engine
     runner = engine._runner
     num_blocks = -(-len(token_ids) // runner.shape.kv.block_tokens)
     engine.forget_prefixes()  # the step below writes into blocks that the engine believes free
-    chunk = Chunk("text", 0, 0, tuple(token_ids), -1, True, 0, SamplingParams())
+    chunk = Chunk("text", 0, 0, tuple(token_ids), -1, True, 0, SamplingParams(), routed=routed)
     precision = engine._scheduler.precision
     plan = StepPlan(-1, (), (chunk,), tuple((0, column, column) for column in range(num_blocks)), precision)
     hint = runner.flags.send(precision)
-    inputs = runner.prepare(runner.staging.upload(plan), hint)
+    uploaded = runner.staging.upload(plan, None, routed)
+    inputs = runner.prepare(uploaded, hint)
     everything = torch.arange(len(token_ids), device=runner.device)
     engine._scheduler.manager.resend_tables()
-    return runner.program(replace(inputs, logit_rows=everything)).float()
+    if not routed:
+        return runner.program(replace(inputs, logit_rows=everything)).float()
+    asked = {"request_ids": uploaded.request_ids.long(), "is_prompt": uploaded.is_prompt.bool(), "forced_run": uploaded.forced_run}
+    return runner.routed(replace(inputs, logit_rows=everything, route_tape=runner.tape, captured=False, **asked)).float()
 
 
 def measure(
@@ -115,6 +121,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--new", type=int, default=32, help="tokens of each greedy continuation")
     parser.add_argument("--dtype", default=None, help="of the activations; default float16 on CUDA, float32 on a CPU")
+    parser.add_argument("--skipper", type=Path, help="measure this skipper of SmolLM2, a folder, instead of kinds of weights")
+    parser.add_argument("--before", type=Path, help="with --skipper: the result of its first stage alone")
+    parser.add_argument("--no-served", action="store_true", help="with --skipper: plain PyTorch only")
+    parser.add_argument("--name", default="", help="with --skipper: of the text, for the names of the results")
     return parser.parse_args()
 
 
@@ -130,6 +140,9 @@ def main() -> None:
     if not windows or len(prompts[-1]) < 64:
         raise SystemExit(f"the text has {len(ids)} tokens; give more of it, or a smaller --window or --prompts")
     options = {"inductor": False, "max_batch_tokens": max(512, args.window), "max_model_len": max(512, args.window), "lookahead": False}
+    if args.skipper:
+        options["kv_blocks"] = 4 * max(8, args.window // 16)  # a window at a time
+        return quality_depth.measure_skipper(args, windows, lambda: fresh(dtype, device), logits_of, options)
     dense = depthfx.compile(fresh(dtype, device), **options)
     answers = continuations(dense, prompts, args.new)
     rows: list[dict[str, Any]] = []

@@ -37,7 +37,7 @@ from depthfx.smollm2 import load_smollm2
 PRESETS = {
     "look": {
         "steps": 3, "annealing": 0, "batch": 2, "micro_batch": 2, "length": 48, "chats": 0, "log_every": 1, "head_bias": 0.0,
-        "layers": list(range(22, 30)),
+        "layers": list(range(22, 30)), "rate": 1e-4,
     },
     "smollm2": {
         "steps": 300, "annealing": 150, "batch": 24, "micro_batch": 24, "length": 512, "chats": 2048, "log_every": 5, "dtype": "float16",

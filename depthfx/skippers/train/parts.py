@@ -162,7 +162,9 @@ def _mixes(call: _Call) -> bool:
     if call.read is None or call.gave is None or not call.gave.requires_grad or call.gave.dim() != 3 or not call.read.requires_grad:
         return False
     weights = torch.linspace(-1, 1, call.gave.shape[-1], device=call.gave.device) + 0.3
-    (gradient,) = torch.autograd.grad((call.gave[:, -1].float() * weights).sum(), call.read, retain_graph=True, allow_unused=True)
+    with torch.enable_grad():  # the caller may have switched gradients off
+        last = (call.gave[:, -1].float() * weights).sum()
+    (gradient,) = torch.autograd.grad(last, call.read, retain_graph=True, allow_unused=True)
     return gradient is not None and bool(gradient[:, 0].any())
 
 
