@@ -2,6 +2,7 @@
 # make demo      SmolLM2 answers eight questions at once, compared with Hugging Face in the same run
 # make check     lint, formatting, types, house rules
 # make readme    write the README's explain() block anew, from a run
+# make skipper   train the skipper of SmolLM2 that is shipped, on a GPU, with the interpreter at hand; TEXTS: Python's documentation
 # make gpu-test  the GPU tests with the interpreter at hand (no installation, no network)
 # make gpu-bench BENCH=decode   a script of benchmarks/, likewise
 
@@ -19,7 +20,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install test check format readme demo gpu-test gpu-bench clean
+.PHONY: help install test check format readme demo skipper gpu-test gpu-bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -58,6 +59,13 @@ endif
 
 demo: $(if $(GPU),,$(STAMP))
 	PYTHONPATH=. $(if $(GPU),$(PYTHON),$(BIN)/python) -m depthfx demo $(DEMO_ARGS)
+
+# Debian's package python3.11-doc puts them here. The result is taken into the package, where the demo finds it.
+skipper: TEXTS ?= /usr/share/doc/python3.11/html/_sources
+skipper:
+	PYTHONPATH=. $(PYTHON) examples/train_skipper.py --preset smollm2 --texts $(TEXTS) --out build/skipper $(SKIPPER_ARGS)
+	mkdir -p depthfx/data/smollm2_skipper
+	cp build/skipper/skipper/config.json build/skipper/skipper/model.safetensors depthfx/data/smollm2_skipper/
 
 gpu-test: GPU_JOBS ?= $(shell $(PYTHON) -c 'import xdist; print("-n 12 --dist loadgroup")' 2>/dev/null)
 gpu-test:

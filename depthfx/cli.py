@@ -1,4 +1,4 @@
-"""The command line: ``demo``, ``explain``, ``generate``, ``inspect``, ``convert``, ``tune``, ``bench`` and ``version``."""
+"""The command line: ``demo``, ``explain``, ``generate``, ``inspect``, ``convert``, ``skipper``, ``tune``, ``bench`` and ``version``."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_device(convert, "default: as it is stored")
     convert.set_defaults(run=_convert)
 
+    _add_skipper(commands)
+
     tune = commands.add_parser("tune", help="time tiles of nested products on this GPU and keep the ones that beat the built-in choice")
     tune.add_argument("model", metavar="PATH_OR_smollm2", help="folder with a config.json (no weight is read), or smollm2")
     tune.add_argument(
@@ -76,6 +78,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     commands.add_parser("version", help="versions of depthfx and of what it stands on").set_defaults(run=_version)
     return parser
+
+
+def _add_skipper(commands: Any) -> None:
+    skipper = commands.add_parser("skipper", help="look after a skipper's checkpoint")
+    check = skipper.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser(
+        "check", help="whether it is served as it was trained: forced actions, keys and values, every decision"
+    )
+    check.add_argument("path", metavar="PATH", help="folder or .safetensors file of the skipper")
+    check.add_argument("model", metavar="PATH_OR_smollm2", help="its base: folder in Hugging Face's layout, or smollm2")
+    check.add_argument("--text", nargs="+", default=None, metavar="FILE", help="text or .jsonl files (default: Python's own help texts)")
+    check.add_argument("--tokens", type=_positive, default=2048, metavar="N", help="of the text (default 2048), in sequences of 256 at most")
+    _add_device(check)
+    check.set_defaults(run=_skipper_check)
 
 
 def _positive(text: str) -> int:
@@ -199,6 +214,26 @@ def _convert(options: argparse.Namespace) -> int:
     print(f"{changed:,} weights of the model were changed by the cast to float16" if changed else "full precision is exact")
     print(f"{options.out} written in {time.perf_counter() - start:.1f} s; load it with depthfx.load")
     return 0
+
+
+def _skipper_check(options: argparse.Namespace) -> int:
+    import depthfx
+    from depthfx.skippers.check import check_skipper
+    from depthfx.skippers.train import make_sequences, read_files
+
+    model, tokenizer = load(options.model, *place(options))
+    if options.text is None:
+        from pydoc_data.topics import topics
+
+        texts: Iterable[Any] = (topics[name] for name in sorted(topics))
+    else:
+        texts = read_files(options.text)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8192
+    length = max(16, min(256, options.tokens, context - 16) // 16 * 16)
+    sequences = make_sequences(texts, length, model, tokenizer).first(-(-options.tokens // length))
+    found = check_skipper(Path(options.path), model, sequences, depthfx.compile)
+    print("\n".join(found.lines()))
+    return 0 if found.passed else 1
 
 
 def _tune(options: argparse.Namespace) -> int:

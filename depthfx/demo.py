@@ -21,7 +21,7 @@ import torch
 
 from depthfx.cli import chat_ids, eos_ids
 from depthfx.settings import cache_dir, smollm2_source
-from depthfx.smollm2 import FOLDER, SEAL, converted_folder, load_smollm2
+from depthfx.smollm2 import FOLDER, SEAL, converted_folder, load_smollm2, shipped_skipper
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -60,6 +60,8 @@ def run_demo(device: str, dtype: torch.dtype, max_new_tokens: int, questions: tu
         theirs = pool.submit(measure_eager, device, dtype, max_new_tokens, questions).result()
     print(table(ours, theirs, len(questions)), file=out)
     print(compare(ours.answers, theirs.answers, tokenizer, dtype), file=out)
+    if (skipper := shipped_skipper()) is not None:
+        show_skipping(skipper, device, dtype, max_new_tokens, questions, ours, out)
     return 0
 
 
@@ -98,6 +100,36 @@ def measure_depthfx(device: str, dtype: torch.dtype, max_new_tokens: int, questi
     result.peak_bytes = peak_bytes(device)
     print(f"\n{sum(map(len, answers))} tokens for {len(questions)} questions at {result.batch_rate:.0f} tokens/s", file=out)
     return result, tokenizer
+
+
+def show_skipping(
+    skipper: Path, device: str, dtype: torch.dtype, max_new_tokens: int, questions: tuple[str, ...], ours: Measured, out: TextIO
+) -> None:
+    """The same questions once more with a skipper: how many layers its tokens left out, its pace, and how far the answers are the same."""
+    import depthfx
+
+    print("\nNow the same with the shipped skipper, which lets each token leave out layers ...\n", file=out, flush=True)
+    loaded, tokenizer = load_smollm2(dtype, device)
+    prompts = [chat_ids(tokenizer, q) for q in questions]
+    needed = sum((len(p) + max_new_tokens) // 16 + 2 for p in prompts)
+    model = depthfx.compile(loaded, skipper=skipper, kv_blocks=needed)
+    ends = set(eos_ids(model))
+    serve(model.engine, prompts, depthfx.SamplingParams(max_new_tokens=4, eos_token_ids=eos_ids(model)))
+    before = model.engine.routes.counts()
+    screen = Screen(out, questions, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    start = time.perf_counter()
+    answers = serve(model.engine, prompts, depthfx.SamplingParams(max_new_tokens=max_new_tokens, eos_token_ids=eos_ids(model)), screen)
+    rate = _rate(answers, start)
+    after = model.engine.routes.counts()
+    run, project = (sum(getattr(after, name)) - sum(getattr(before, name)) for name in ("run", "project"))
+    rows, num_layers = (run + project) / len(after.layers), model.config.num_hidden_layers
+    same = [_same_start([t for t in a if t not in ends], b) for a, b in zip(answers, ours.answers)]
+    print(
+        f"\n{project / (rows * num_layers):.1%} of all layer passes were left out, in {len(after.layers)} routed layers of {num_layers}.",
+        file=out,
+    )
+    print(f"{rate:.0f} tokens/s for {len(questions)} questions, {ours.batch_rate:.0f} without the skipper.", file=out)
+    print(f"On average the first {sum(same) / len(same):.0f} tokens of an answer are those without it.", file=out)
 
 
 def serve(engine: Any, prompts: list[list[int]], sampling: Any, screen: Screen | None = None) -> list[list[int]]:
@@ -225,6 +257,10 @@ def _until_end(row: list[int], ends: set[int]) -> list[int]:
         if token in ends:
             return row[: k + 1]
     return row
+
+
+def _same_start(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _rate(answers: list[list[int]], start: float) -> float:

@@ -38,6 +38,8 @@ FOLDER = "smollm2-135m-instruct"
 SEAL = "depthfx-seal.json"  # checksum of every file of the converted folder; written last
 CONVERSION = 1  # raise it when `_convert` changes, and old copies are rebuilt
 
+SKIPPER = Path(__file__).resolve().parent / "data" / "smollm2_skipper"  # for `load_skipper`; made by `make skipper`
+
 _CHUNK = 16 << 20
 
 
@@ -53,6 +55,11 @@ def load_smollm2(dtype: torch.dtype = torch.float32, device: str | torch.device 
     with _quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval(), tokenizer
+
+
+def shipped_skipper() -> Path | None:
+    """The folder of the skipper that was trained for this model and is shipped with the package; None where this copy has none."""
+    return SKIPPER if (SKIPPER / "config.json").is_file() else None
 
 
 def converted_folder() -> Path:

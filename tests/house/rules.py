@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "api": {"floor", "alloc", "lowering", "passes", "skippers", "runtime", "package"},
     "server": {"floor", "api", "package", "server"},
     "demo": {"floor", "api", "cli", "smollm2", "package"},
-    "cli": {"floor", "lowering", "api", "server", "demo", "smollm2", "package"},
+    "cli": {"floor", "lowering", "skippers", "api", "server", "demo", "smollm2", "package"},
     "__main__": {"cli"},
     "package": {"floor", "alloc", "api", "lowering"},
 }

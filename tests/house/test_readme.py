@@ -23,7 +23,7 @@ def test_length():
 @pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "docs/map.md", "docs/decisions.md"])
 def test_commands_exist(path):
     assert {"test", "demo", "check"} <= TARGETS
-    assert {"demo", "explain", "generate", "inspect", "convert", "tune", "bench", "version"} == COMMANDS
+    assert {"demo", "explain", "generate", "inspect", "convert", "skipper", "tune", "bench", "version"} == COMMANDS
     assert rules.unknown_commands((ROOT / path).read_text(), TARGETS, COMMANDS) == []
 
 
