@@ -61,7 +61,8 @@ class StepInputs:
     request_ids: torch.Tensor | None = None  # [T] int64, a number of the row's request that is the same in every step
     is_prompt: torch.Tensor | None = None  # [T] bool, the row is a token of a prompt; False for the tokens of an answer
     forced_run: torch.Tensor | None = None  # [T] int32, nonzero: the row runs every layer as it is
-    route_tape: torch.Tensor | None = None  # [places, capacity] int8, written by the step: 1 RUN, 0 Project-Only, 2 more of forced rows, -1 padding
+    # [places, capacity] int8, written by the step: 1 RUN, 0 Project-Only; 2 more where the row was forced; -1 padding
+    route_tape: torch.Tensor | None = None
     captured: bool = False  # the step is (to be) a captured graph: the host may not read what was decided
 
     @classmethod

@@ -24,7 +24,8 @@ from depthfx.settings import DepthRule
 
 ENTER, ENTER_PRESSED = 1.25, 1.1  # multiples of V*; it is left below V* itself
 ENTER_STEPS = 8  # steps in a row above the threshold before routing begins: a promotion is for good
-PROBE_STEPS = 64  # steps without a decision seen before one is looked at; what it sees has no effect
+PROBE_STEPS, PROBE_COST = 64, 0.002  # a step is looked at after as many unseen ones, or so many that looking costs this share of their time
+EARLY_STEPS, EARLY_PAIRS = 8, 64  # sooner, while fewer pairs than that were seen
 KEEP = 0.8  # weight of what was seen before, against a new step
 PAPER_ROWS, PAPER_SHARE = 1536, 0.35
 NOISE = 0.005  # share of a dense step that a measured overhead is at least taken for
@@ -115,7 +116,7 @@ class DepthControl:
         self.num_enters = self.num_leaves = self.num_promotions = self.num_probes = 0
         self._above = 0  # steps in a row
         self._seen: dict[Kind, tuple[float, float]] = {}
-        self._unseen: dict[Kind, int] = {"answer": PROBE_STEPS, "prompt": PROBE_STEPS}  # steps since one was looked at
+        self._unseen: dict[Kind, int] = {"answer": 1 << 60, "prompt": 1 << 60}  # steps since one was looked at
 
     def share(self, kind: Kind) -> float | None:
         """Of Project-Only pairs, lately; None if none was seen."""
@@ -159,7 +160,11 @@ class DepthControl:
         ``answer_rows``, ``prompt_rows``: rows whose depth is open; ``routed``: it is a routed step anyway, so all is seen.
         """
         present: list[Kind] = [kind for kind, rows in (("answer", answer_rows), ("prompt", prompt_rows)) if rows]  # type: ignore[misc]
-        due = any(self._unseen[kind] >= PROBE_STEPS for kind in present)
+        # answers are looked at in a step of their own, which is cheaper, if there is one before long
+        due = any(self._unseen[kind] >= self._interval(kind) * (2 if kind == "answer" and prompt_rows else 1) for kind in present)
+        if due and not routed:
+            cost = cost_at(self.costs.prefill, prompt_rows) if prompt_rows else cost_at(self.costs.decode, answer_rows)
+            due = any(self._unseen[kind] >= cost.overhead / (PROBE_COST * cost.dense) for kind in present)
         for kind in present:
             self._unseen[kind] = 0 if routed or due else self._unseen[kind] + 1
         probing = due and not routed
@@ -172,6 +177,9 @@ class DepthControl:
             self.routing, self.share("answer"), self.share("prompt"), self.break_even_tokens, self.num_enters, self.num_leaves,
             self.num_promotions, self.num_probes,
         )  # fmt: skip
+
+    def _interval(self, kind: Kind) -> int:
+        return EARLY_STEPS if self._seen.get(kind, (0, 0))[1] < EARLY_PAIRS else PROBE_STEPS
 
     def _set(self, routing: bool) -> None:
         if routing != self.routing:

@@ -1,0 +1,159 @@
+"""Requests that ask for full precision in an engine that lends: their tokens are those of full weights, or they wait; nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+
+import depthfx
+from depthfx.errors import InvalidRequestError, RequestTooLargeError
+from depthfx.records import SamplingParams
+from tests.families.harness import engine_over, prompts
+from tests.families.test_nested_families import exact
+from tests.runtime.test_elastic import BURST, COMMON, elastic
+
+FULL = {"min_precision": "full"}
+
+
+def full_answers(rows: list[list[int]], new: int) -> list[list[int]]:
+    """Of weights that are always full, one request at a time."""
+    model = depthfx.compile(exact("llama"), **{**COMMON, "kv_blocks": 64})
+    return [list(model.engine.run([(row, SamplingParams(max_new_tokens=new))]).popitem()[1].new_token_ids) for row in rows]
+
+
+def finish(engine, tokens: dict[str, list[int]]) -> list[str]:
+    """Steps to the end of everything; the order in which requests got their first token."""
+    order = []
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.error is None, output.error
+            if output.request_id not in order:
+                order.append(output.request_id)
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return order
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_they_wait_for_full_precision_and_get_it(lookahead):
+    model = elastic(lookahead=lookahead)
+    engine, tokens = model.engine, {}
+    asked = prompts((18, 25), seed=9)
+    seen = watch(engine, "full")
+    for prompt in BURST[:5]:
+        engine.add(prompt, SamplingParams(max_new_tokens=24))
+    for _ in range(6):
+        engine.step()
+    assert not all(engine._scheduler.precision), "or there is nothing to wait for"
+    for number, prompt in enumerate(asked):
+        engine.add(prompt, SamplingParams(max_new_tokens=20, **FULL), request_id=f"full{number}")
+    for prompt in BURST[5:]:
+        engine.add(prompt, SamplingParams(max_new_tokens=24))
+    order = finish(engine, tokens)
+    assert [tokens["full0"], tokens["full1"]] == full_answers(asked, 20)
+    assert seen and all(all(precision) for precision in seen)
+    assert order[-5:] == [f"request-{n}" for n in range(5, 10)], "those behind did not overtake"
+    stats = engine.control.stats()
+    assert stats.num_restores and engine.stats().steps_by_precision["fast"]
+    engine.close()
+
+
+def watch(engine, name: str) -> list[bytes]:
+    """The precision of every step that names a request called so."""
+    own, seen = engine._scheduler.plan, []
+
+    def plan():
+        made = own()
+        if made is not None and any(c.request_id.startswith(name) for c in made.decodes + made.prefills):
+            seen.append(made.precision)
+        return made
+
+    engine._scheduler.plan = plan
+    return seen
+
+
+def test_a_stream_waits_for_copies_though_nothing_runs():
+    """Units are lent and everybody has ended: the engine has nothing to do but to wait."""
+    model = elastic(memory={"dwell_s": 0.0})
+    engine = model.engine
+    engine._scheduler.manager.lend(4)
+    engine.control.after_plan()
+    assert not all(engine._scheduler.precision)
+    (asked,) = prompts((18,), seed=9)
+    assert list(engine.stream(asked, SamplingParams(max_new_tokens=8, **FULL))) == full_answers([asked], 8)[0]
+    engine.close()
+
+
+def test_failing_copies_make_them_wait_and_end_nothing(monkeypatch):
+    monkeypatch.setattr("depthfx.runtime.elastic.RETRY_SECONDS", 0.02)
+    model = elastic()
+    engine = model.engine
+    engine.control.shared.worker.copier.fail("before chunk", 1, count=3)
+    engine._scheduler.manager.lend(4)
+    engine.control.after_plan()
+    (asked,) = prompts((18,), seed=9)
+    with pytest.warns(UserWarning, match="is tried again"):
+        assert list(engine.stream(asked, SamplingParams(max_new_tokens=8, **FULL))) == full_answers([asked], 8)[0]
+    assert engine.control.num_failures
+    engine.close()
+
+
+def test_a_parked_request_makes_room():
+    """It holds blocks of lent units and its caller lets it wait."""
+    model = elastic()
+    engine = model.engine
+    parked = engine.add(prompts((110,), seed=3)[0], SamplingParams(max_new_tokens=10, external=True))
+    while not engine.step():
+        pass
+    assert engine._scheduler.manager.num_lent_units
+    (asked,) = prompts((18,), seed=9)
+    assert list(engine.stream(asked, SamplingParams(max_new_tokens=8, **FULL))) == full_answers([asked], 8)[0]
+    assert engine.stats().num_preemptions == 1
+    engine.push_token(parked, 5)
+    while not engine.step():
+        pass
+    engine.abort(parked)
+    engine.close()
+
+
+@pytest.mark.parametrize("policy", ["nested_resident", "static_full"])
+def test_policies_that_lend_nothing(policy):
+    model = elastic(memory={"policy": policy, "high": 0.7, "low": 0.5}, kv_blocks=26)
+    engine, tokens, asked = model.engine, {}, prompts((18, 25), seed=9)
+    seen = watch(engine, "full")
+    for number, prompt in enumerate(BURST):
+        engine.add(prompt, SamplingParams(max_new_tokens=24))
+        if number in (3, 7):
+            engine.add(asked[number // 4], SamplingParams(max_new_tokens=20, **FULL), request_id=f"full{number // 4}")
+    finish(engine, tokens)
+    assert [tokens["full0"], tokens["full1"]] == full_answers(asked, 20)
+    assert all(all(precision) for precision in seen)
+    assert bool(engine.stats().steps_by_precision["fast"]) == (policy == "nested_resident")
+    engine.close()
+
+
+def test_what_cannot_be_had_is_refused_at_once():
+    fast = elastic(memory={"policy": "static_fast"}).engine
+    with pytest.raises(InvalidRequestError, match=r"min_precision='full'.*static_fast.*for good"):
+        fast.add([5, 6], SamplingParams(**FULL))
+    assert not fast.has_unfinished() and fast.add([5, 6], SamplingParams(min_precision="fast"))
+    model = elastic()
+    engine = model.engine
+    with pytest.raises(RequestTooLargeError, match="one request can have 96"):  # 12 base blocks of 8 tokens
+        engine.add(list(range(5, 100)), SamplingParams(max_new_tokens=20, **FULL))
+    assert engine.add(list(range(5, 100)), SamplingParams(max_new_tokens=20))
+    with pytest.raises(InvalidRequestError, match=r"min_precision='best' must be 'fast'.*or 'full'"):
+        engine.add([5, 6], SamplingParams(min_precision="best"))
+    for modes in ("fast", {1: "fast"}):
+        engine.set_precision(modes)
+        with pytest.raises(InvalidRequestError, match=r"set_precision\(.full.\) first"):
+            engine.add([5, 6], SamplingParams(max_new_tokens=9, **FULL))
+    engine.set_precision("full")
+    waiting = engine.add([5, 6], SamplingParams(max_new_tokens=9, **FULL))
+    with pytest.raises(InvalidRequestError, match="1 unfinished requests ask for min_precision='full'"):
+        engine.set_precision({1: "fast"})
+    engine.abort(waiting)
+    engine.set_precision({1: "fast"})
+    rounded = depthfx.compile(exact("llama"), **{**COMMON, "weights": "fp8"}).engine
+    with pytest.raises(InvalidRequestError, match="rounded for good"):
+        rounded.add([5, 6], SamplingParams(**FULL))
+    plain = engine_over(depthfx.compile(exact("llama"), **{**COMMON, "weights": "16bit"}))
+    assert plain.run([([5, 6], SamplingParams(max_new_tokens=2, **FULL))]), "weights of one precision are full"
