@@ -9,10 +9,12 @@ import torch
 import transformers as hf
 
 VOCABULARY = 131
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Two layers show that each has its own weights, KV and kind of attention; llama has one between the first and the last.
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
@@ -32,7 +34,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(hf.LlamaConfig),
+    "llama": Family(hf.LlamaConfig, {"num_hidden_layers": 3}),
     "llama_yarn": Family(
         hf.LlamaConfig,
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}},
@@ -42,17 +44,20 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(hf.Qwen3Config, {"head_dim": 16}),
     "phi3": Family(hf.Phi3Config),
     "gemma2": Family(hf.Gemma2Config, {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
-    "gemma3_text": Family(hf.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}),
+    "gemma3_text": Family(
+        hf.Gemma3TextConfig,
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "num_hidden_layers": 3, "layer_types": [FULL, SLIDING, FULL]},
+    ),
     "olmo2": Family(hf.Olmo2Config),
     "granite": Family(
         hf.GraniteConfig, {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 2.0}
     ),
-    "smollm3": Family(hf.SmolLM3Config, {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
+    "smollm3": Family(hf.SmolLM3Config, {"no_rope_layer_interval": 2}),
     "glm4": Family(hf.Glm4Config, {"head_dim": 16}),
     "starcoder2": Family(hf.Starcoder2Config, {"sliding_window": None}),
     "gpt2": Family(hf.GPT2Config, {"n_inner": 96}),
     "gpt_neox": Family(hf.GPTNeoXConfig),
-    "cohere2": Family(hf.Cohere2Config, {"sliding_window": 8}),
+    "cohere2": Family(hf.Cohere2Config, {"sliding_window": 8, "layer_types": [SLIDING, FULL]}),
 }
 
 # One of each kind, for what depends on the graph's shape but hardly on the family: windows, fused and biased projections, sandwich norms,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -95,19 +95,6 @@ class Identity(Projector):
         return None
 
 
-# Two layers are enough for most families; three have one between the routed ones, or all of them routed.
-DEPTHS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-    "smollm3": {"num_hidden_layers": 2, "no_rope_layer_interval": 2},
-}
-
-
-def small(name: str, builder: Callable[..., Any] = build) -> Any:
-    """The model of a family, made by ``builder``, with as many layers as the case needs."""
-    return builder(name, **DEPTHS.get(name, {"num_hidden_layers": 2}))
-
-
 def make(gate: str, count: int, policy: str = "", width: int = 64) -> Skipper:
     """The first and the last of ``count`` layers with gate hard, the last two with gate mlp; policy and projector of another kind in each.
 
@@ -125,7 +112,7 @@ def make(gate: str, count: int, policy: str = "", width: int = 64) -> Skipper:
 @cache
 def reference(name: str) -> Any:
     """Hugging Face's model of a family."""
-    return small(name)
+    return build(name)
 
 
 COMMON = {"inductor": False, "check": True, "kv_blocks": 64, "max_batch_size": 8}
@@ -134,13 +121,13 @@ COMMON = {"inductor": False, "check": True, "kv_blocks": 64, "max_batch_size": 8
 @cache
 def dense(name: str) -> Any:
     """The model compiled without a skipper."""
-    return depthfx.compile(small(name), **COMMON)
+    return depthfx.compile(build(name), **COMMON)
 
 
 @cache
 def routed(name: str, gate: str, policy: str = "") -> tuple[Any, Skipper]:
     """A family's model compiled with a skipper of :func:`make`, and that skipper."""
-    model = small(name)
+    model = build(name)
     skipper = make(gate, model.config.num_hidden_layers, policy)
     return depthfx.compile(model, skipper=skipper, **COMMON), skipper
 

@@ -9,9 +9,9 @@ import depthfx
 from depthfx.lowering.kernel_spec import max_error
 from depthfx.lowering.routed_layer import RoutedLayer
 from depthfx.records import SamplingParams
-from tests.families.configs import FAMILIES
+from tests.families.configs import FAMILIES, SOME_FAMILIES, build
 from tests.families.harness import GREEDY, NEW_TOKENS, engine_over, left_padded, prompts
-from tests.families.routed_cases import ALWAYS, COMMON, NEVER, dense, make, push, reference, routed, small
+from tests.families.routed_cases import ALWAYS, COMMON, NEVER, dense, make, push, reference, routed
 from tests.families.routed_reference import routed_answer
 from tests.families.test_every_family import TOLERANCE, kv_of
 
@@ -61,8 +61,7 @@ def serve_routed(engine, rows, **options):
     return serve(engine, [(row, None) for row in rows], **options)
 
 
-@families
-@gates
+@pytest.mark.parametrize(("name", "gate"), [*((n, "mlp") for n in FAMILIES), *((n, "hard") for n in SOME_FAMILIES)])
 def test_logits_are_those_of_the_reference(name, gate):
     model, skipper = routed(name, gate)
     ids, tokens, logits = generated(model)
@@ -94,7 +93,7 @@ def test_every_layer_of_every_token_has_its_own_kv(name, gate):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_neox"])  # parts of one projection, which are views, enter a body
 def test_with_inductor(name):
-    model = small(name)
+    model = build(name)
     skipper = make("mlp", model.config.num_hidden_layers)
     model = depthfx.compile(model, skipper=skipper, **{**COMMON, "inductor": True})
     ids, tokens, logits = generated(model)

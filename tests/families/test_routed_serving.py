@@ -170,7 +170,7 @@ def test_sixteen_bit_weights_are_there_once():
 
 
 def test_memory_is_lent_while_tokens_skip():
-    model, _ = nested("hard", memory=ElasticMemory(unit_mib=0.01, dwell_s=0.0, verify=True), program_cache=False, **LENDING)
+    model, _ = nested("hard", memory=ElasticMemory(unit_mib=0.01, dwell_s=0.0, verify=True), **LENDING)
     engine, asked = model.engine, [(row, None) for row in prompts((20, 33, 7, 26, 41, 12, 20, 30), seed=1)]
     schedule = Schedule(engine)
     found = serve(engine, asked, every=1, new_tokens=24)

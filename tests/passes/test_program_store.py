@@ -122,10 +122,14 @@ def test_strides_and_open_sizes_are_restored(tmp_path):
     assert layout(loaded, loaded_ctx) == layout(fresh, ctx)
 
 
+def one_layer():
+    return build("cohere2", num_hidden_layers=1, layer_types=["sliding_attention"])
+
+
 def test_inductor_compiles_a_loaded_program(tmp_path):
     settings = Settings(cache_dir=str(tmp_path), kv_blocks=8, max_batch_size=2)
-    first = logits_of(depthfx.compile(build("cohere2"), settings))
-    model = depthfx.compile(build("cohere2"), settings)
+    first = logits_of(depthfx.compile(one_layer(), settings))
+    model = depthfx.compile(one_layer(), settings)
     assert "hit" in model.explain()
     for a, b in zip(first, logits_of(model), strict=True):
         assert torch.equal(a, b)
@@ -303,14 +307,6 @@ def test_other_models_of_the_process_change_no_key():
     assert program_key(toy(), Settings(), "cpu") == before
 
 
-def test_another_process_finds_the_same_key():
-    code = "from tests.passes.toys import toy; from depthfx.passes.program_key import program_key; from depthfx.settings import Settings; "
-    out = subprocess.run(
-        [sys.executable, "-c", code + "print(program_key(toy(), Settings(), 'cpu'))"], capture_output=True, text=True, check=True
-    )
-    assert out.stdout.split()[-1] == program_key(toy(), Settings(), "cpu")
-
-
 def corrupted(text: str) -> dict[str, bytes]:
     _, _, body = text.partition("\n")
     return {
@@ -323,27 +319,39 @@ def corrupted(text: str) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("kind", sorted(corrupted("1 \n")))
-def test_a_damaged_file_is_a_miss_and_is_rewritten(kind, tmp_path):
+@pytest.fixture(scope="module")
+def kept():
+    """Graph and context of the toy, captured once."""
+    return pipeline._captured(Traces(toy(), Settings(), "cpu", None), CompileReport(), routed=False)
+
+
+@pytest.fixture
+def stored(kept, tmp_path, monkeypatch):
+    """The toy's file, the settings that find it, and a list that grows where the model would be captured; :func:`kept` is what that gives."""
+    captured = []
+    monkeypatch.setattr(pipeline, "_captured", lambda *args, **options: captured.append(args) or kept)
     settings = settings_in(tmp_path)
     rewritten(toy(), settings)
-    path = program_file(program_key(toy(), settings, "cpu"), settings)
+    return program_file(program_key(toy(), settings, "cpu"), settings), settings, captured
+
+
+@pytest.mark.parametrize("kind", sorted(corrupted("1 \n")))
+def test_a_damaged_file_is_a_miss_and_is_rewritten(kind, stored):
+    path, settings, captured = stored
     good = path.read_text()
     path.write_bytes(corrupted(good)[kind])
     _, _, report = rewritten(toy(), settings)
     assert "miss" in said(report) and str(path) in said(report)
-    assert path.read_text() == good
+    assert path.read_text() == good and len(captured) == 2
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert "hit" in said(rewritten(toy(), settings)[2])
+    assert "hit" in said(rewritten(toy(), settings)[2]) and len(captured) == 2
 
 
 @pytest.mark.parametrize("edit", ["function", "op", "nodes", "order"])
-def test_a_foreign_file_with_a_right_digest_is_a_miss(edit, tmp_path):
+def test_a_foreign_file_with_a_right_digest_is_a_miss(edit, stored):
     from depthfx.passes import program_store
 
-    settings = settings_in(tmp_path)
-    rewritten(toy(), settings)
-    path = program_file(program_key(toy(), settings, "cpu"), settings)
+    path, settings, captured = stored
     body = json.loads(path.read_text().partition("\n")[2])
     call = next(i for i, n in enumerate(body["nodes"]) if n[1] == "call_function")
     if edit == "function":
@@ -356,8 +364,8 @@ def test_a_foreign_file_with_a_right_digest_is_a_miss(edit, tmp_path):
         body["nodes"][call], body["nodes"][-2] = body["nodes"][-2], body["nodes"][call]
     text = json.dumps(body)
     path.write_text(f"{program_store._FORMAT} {program_store._digest(text)}\n{text}")
-    assert "miss" in said(rewritten(toy(), settings)[2])
-    assert "hit" in said(rewritten(toy(), settings)[2])
+    assert "miss" in said(rewritten(toy(), settings)[2]) and len(captured) == 2
+    assert "hit" in said(rewritten(toy(), settings)[2]) and len(captured) == 2
 
 
 def test_only_listed_places_are_called():
@@ -372,13 +380,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert "not kept" in said(report)
 
 
-def test_two_processes_at_once(tmp_path):
+def test_two_processes_at_once_find_the_same_key(tmp_path):
     code = (
         "from tests.passes.test_program_store import *; import pathlib; "
-        f"print(said(rewritten(toy(), settings_in(pathlib.Path({str(tmp_path)!r})))[2]))"
+        f"print(said(rewritten(toy(), settings_in(pathlib.Path({str(tmp_path)!r})))[2]), program_key(toy(), Settings(), 'cpu'))"
     )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     texts = [p.communicate()[0] for p in both]
     assert all(p.returncode == 0 for p in both) and all("program" in t or "miss" in t or "hit" in t for t in texts)
+    assert [t.split()[-1] for t in texts] == [program_key(toy(), Settings(), "cpu")] * 2
     assert len(list((tmp_path / "programs").iterdir())) == 1
     assert "hit" in said(rewritten(toy(), settings_in(tmp_path))[2])

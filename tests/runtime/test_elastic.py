@@ -18,7 +18,7 @@ from tests.runtime.elastic_race import Schedule
 # 30,720 residual bytes a layer, 6 KiB a block
 COMMON = {
     "weights": "nested", "inductor": False, "kv_blocks": 12, "max_batch_size": 8, "max_batch_tokens": 64, "max_chunk_tokens": 16,
-    "max_model_len": 128, "block_tokens": 8, "check": True, "program_cache": False,
+    "max_model_len": 128, "block_tokens": 8, "check": True,
 }  # fmt: skip
 BURST = prompts((20, 33, 7, 26, 41, 12, 20, 30, 9, 25), seed=1)
 TRICKLE = prompts((9, 12), seed=2)

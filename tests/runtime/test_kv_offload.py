@@ -76,7 +76,7 @@ def test_no_token_is_wrong_on_a_tiny_pool(lookahead):
 
 def compiled(**settings):
     common = {"inductor": False, "max_batch_size": 8, "max_batch_tokens": 64, "max_model_len": 96, "block_tokens": 8, "check": True}
-    return depthfx.compile(settings.pop("model", None) or build("llama"), program_cache=False, **{**common, **settings})
+    return depthfx.compile(settings.pop("model", None) or build("llama"), **{**common, **settings})
 
 
 def serve(engine, asked: list[tuple[list[int], int]], seed: int = 0) -> dict[str, list[int]]:

@@ -12,7 +12,7 @@ from depthfx.runtime.memory_report import in_bytes, ranges, residual_bytes, weig
 from depthfx.runtime.timeline import Timeline
 from tests.families.configs import build
 
-OPTIONS = {"inductor": False, "program_cache": False, "kv_blocks": 12, "max_batch_size": 8, "max_model_len": 128, "block_tokens": 8}
+OPTIONS = {"inductor": False, "kv_blocks": 12, "max_batch_size": 8, "max_model_len": 128, "block_tokens": 8}
 ELASTIC = depthfx.ElasticMemory(unit_mib=0.01, dwell_s=0.0)
 
 

@@ -12,7 +12,7 @@ from depthfx.skippers import make_skipper
 from depthfx.skippers.train.parts import find_parts
 from depthfx.skippers.train.routing import routed_training
 from tests.families.configs import FAMILIES, SIZES, build, randomised
-from tests.families.routed_cases import make, reference, small
+from tests.families.routed_cases import make, reference
 from tests.families.routed_reference import routed_answer
 
 IDS = [5, 9, 30, 77, 2, 61, 8, 100, 44, 3, 17, 90] * 2
@@ -22,7 +22,7 @@ IDS = [5, 9, 30, 77, 2, 61, 8, 100, 44, 3, 17, 90] * 2
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_computes_what_is_served(name, gate):
     """Bit for bit, with gradients and recomputation on."""
-    model, ids = small(name), torch.tensor([IDS])
+    model, ids = build(name), torch.tensor([IDS])
     skipper = make(gate, model.config.num_hidden_layers, "" if gate == "hard" else "monotone")
     with routed_training(model, skipper, "straight_through", recompute=gate == "mlp") as routing:
         logits = model(input_ids=ids, use_cache=False).logits[0]
@@ -40,7 +40,7 @@ def test_training_computes_what_is_served(name, gate):
 
 
 def gradients(gate, decision, recompute=False):
-    model = small("llama")
+    model = build("llama")
     skipper = make_skipper(model, "flexidepth", "adapter", gate=gate, reduction=4, proj_reduction=4)
     with routed_training(model, skipper, decision, recompute) as routing:
         logits = model(input_ids=torch.tensor([IDS]), use_cache=False).logits
@@ -63,7 +63,7 @@ def test_decisions_differ_in_gradient_or_value():
 
 
 def test_wide_parameters_are_rounded_to_the_model():
-    model = small("llama", lambda name, **changes: build(name, torch.bfloat16, **changes))
+    model = build("llama", torch.bfloat16)
     skipper = make_skipper(model, "flexidepth", "adapter", gate="mlp")
     wide = make_skipper(model, "flexidepth", "adapter", gate="mlp").float()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_wide_parameters_are_rounded_to_the_model():
 
 
 def test_decisions_that_do_not_train_are_refused():
-    model = small("llama")
+    model = build("llama")
     skipper = make_skipper(model, "flexidepth", "adapter")
     with (
         pytest.raises(SettingError, match="gives the router no gradient of the loss; use 'straight_through'"),
@@ -130,7 +130,7 @@ def no_mlp(layer):
     (no_mlp, r"layer 1 \(LlamaDecoderLayer\) has no MLP"),
 ])  # fmt: skip
 def test_unknown_layers_are_refused(change, reason):
-    model = small("llama")
+    model = build("llama")
     change(model.model.layers[1])
     if reason is None:
         assert find_parts(model, [1])[0].attention is model.model.layers[1].self_attn
@@ -140,7 +140,7 @@ def test_unknown_layers_are_refused(change, reason):
 
 
 def test_residual_streams_that_are_not_only_added_to_are_refused():
-    model = small("llama")
+    model = build("llama")
     layer = model.model.layers[1]
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 0.5
@@ -149,13 +149,13 @@ def test_residual_streams_that_are_not_only_added_to_are_refused():
     layer.forward = lambda hidden, *args, **kwargs: (own(hidden, *args, **kwargs) - hidden).mul(1.5).square() + hidden
     with pytest.raises(SkipperError, match=r"layer 1 \(LlamaDecoderLayer\): what mlp gives is not simply added to the hidden state"):
         find_parts(model, [1])
-    model = small("olmo2")
+    model = build("olmo2")
     model.model.layers[1].post_attention_layernorm = nn.LayerNorm(64)
     nn.init.ones_(model.model.layers[1].post_attention_layernorm.bias)
     with pytest.raises(SkipperError, match="a norm with a bias after a branch"):
         find_parts(model, [1])
     with pytest.raises(SkipperError, match=r"routed layers \[7\] are none of the model's 3 layers"):
-        find_parts(small("llama"), [7])
+        find_parts(build("llama"), [7])
 
 
 OTHERS = {
@@ -170,7 +170,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families_train_or_are_refused(name):
     config, options, reason = OTHERS[name]
-    model = randomised(config(**{**SIZES, **options}))
+    model = randomised(config(**{**SIZES, "num_hidden_layers": 3, **options}))
     if reason is not None:
         with pytest.raises(SkipperError, match=reason):
             find_parts(model, [2])
