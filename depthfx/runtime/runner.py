@@ -76,6 +76,7 @@ class Runner:
         self.flags = PrecisionFlags(shape.num_precisions, device)
         self.staging = Staging(shape.max_batch_tokens, shape.num_table_rows, shape.blocks_per_row, device)
         self._sampling = HostRing(_WORDS_A_ROW * max(shape.num_table_rows, 1), device)
+        self._histories = HostRing(shape.max_batch_tokens, device)
         self._stream = torch.cuda.default_stream(device) if device.type == "cuda" else None
         if device.type == "cuda":
             ops.reserve_scratch(device, shape.num_table_rows, shape.num_heads, shape.kv.head_dim)  # before any capture
@@ -187,7 +188,7 @@ class Runner:
         if any(chunk.history is not None for chunk in plan.prefills):
             if self._seen is None:
                 self._seen = new_seen(self.shape.num_table_rows, self.shape.vocab_size, self.device)
-            reset_seen(self._seen, plan.prefills)
+            reset_seen(self._seen, plan.prefills, self._histories.to_device)
 
     def _write_surplus(self, plan: StepPlan) -> StepPlan:
         """Apply block-table writes beyond what one upload holds (a very long reused prefix) beforehand."""

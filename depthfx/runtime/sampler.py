@@ -110,12 +110,13 @@ def new_seen(num_table_rows: int, vocab_size: int, device: torch.device | str) -
     return torch.zeros(num_table_rows + 1, vocab_size, dtype=torch.bool, device=device)
 
 
-def reset_seen(seen: torch.Tensor, chunks: Sequence[Chunk]) -> None:
-    """Starts the rows of the chunks that bring their history (the first ones after admission) with exactly that history."""
-    for chunk in chunks:
-        if chunk.history is not None:
-            seen[chunk.table_row] = False
-            seen[chunk.table_row, torch.tensor(chunk.history, dtype=torch.int64, device="cpu").to(seen.device)] = True
+def reset_seen(seen: torch.Tensor, chunks: Sequence[Chunk], send: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Starts the rows of the chunks that bring their history (the first ones after admission) with exactly that history; ``send`` as above."""
+    histories = [(chunk.table_row, chunk.history) for chunk in chunks if chunk.history is not None]
+    words = torch.tensor([token for _, history in histories for token in history], dtype=torch.int32, device="cpu")
+    for (row, _), ids in zip(histories, send(words).long().split([len(history) for _, history in histories]), strict=True):
+        seen[row] = False
+        seen[row, ids] = True
 
 
 def mark_seen(seen: torch.Tensor, table_rows: torch.Tensor, token_ids: torch.Tensor) -> None:

@@ -78,7 +78,7 @@ def test_scores_equal_hugging_face(case, alone):
     chunks = [chunk(0, 5, history, **case), *others]
     params, raw = build(*chunks), logits(len(chunks))
     seen = sampler.new_seen(len(chunks), VOCAB, "cpu")
-    sampler.reset_seen(seen, chunks)
+    sampler.reset_seen(seen, chunks, torch.clone)
     got = sampler.process(raw, params, seen)
     if case.get("temperature"):
         got = sampler.warp(got, params)
@@ -184,7 +184,7 @@ def test_seen_tokens_are_marked_and_padding_marks_nothing():
     chunks = [chunk(0, 0, (4, 5), repetition_penalty=3.0), chunk(1)]
     params, seen = build(*chunks), sampler.new_seen(2, VOCAB, "cpu")
     seen[0, 99] = True  # left by an earlier request
-    sampler.reset_seen(seen, chunks)
+    sampler.reset_seen(seen, chunks, torch.clone)
     tokens, _ = sample(logits(2), params, seen)
     assert sorted(seen[0].nonzero()[:, 0].tolist()) == sorted({4, 5, tokens[0].item()})
     before = seen[:2].clone()
@@ -206,7 +206,7 @@ def test_static_buffers_give_the_same_tokens():
     static.copy_from(build(*stale))
     static.copy_from(params)
     for seen in tables:
-        sampler.reset_seen(seen, chunks)
+        sampler.reset_seen(seen, chunks, torch.clone)
     expected, _ = sample(raw[: len(chunks)], params, tables[0])
     got, finite = sample(raw, static, tables[1])
     assert torch.equal(got[: len(chunks)], expected)
