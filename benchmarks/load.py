@@ -47,7 +47,7 @@ from load_workload import (
 GIB = 1 << 30
 COLUMNS = ["arm", "rate", "repeat", "finished", "tokens/s", "requests/s", "mean E2E s", "p99 E2E s", "mean TTFT s", "p99 TTFT s", "mean TPOT ms",
            "p99 largest gap ms", "SLO %", "full %", "transitions", "num_preemptions", "peak lent units", "lent GiB",
-           "num_restores", "skip share", "stopped"]  # fmt: skip
+           "num_restores", "skip share", "num_promotions", "stopped"]  # fmt: skip
 # Figures that are averaged over repeats, with intervals and paired changes.
 METRICS = ["tokens/s", "requests/s", "SLO %", "makespan s", "full %", "num_preemptions", "skip share"]
 METRICS += [f"{what} {name}" for name, _, _ in LATENCIES for what in ("mean", "p50", "p90", "p99")]

@@ -41,7 +41,10 @@ ARMS = {
     "weight-offload": Arm({"weight_offload_gib": 4.0}),
     "dense": Arm({"depth": "dense"}, skips=True),
     "routed": Arm({"depth": "routed"}, skips=True),
+    "auto": Arm({"depth": "auto"}, skips=True),
+    "auto-paper": Arm({"depth": "auto", "depth_rule": "paper"}, skips=True),
     "elastic+routed": Arm({**NESTED, "depth": "routed"}, "elastic", skips=True),
+    "elastic+auto": Arm({**NESTED, "depth": "auto"}, "elastic", skips=True),
 }
 
 

@@ -213,6 +213,8 @@ def counters(engine: Any) -> dict[str, Any]:
         moved = engine.control.stats()
         found |= {name: getattr(moved, name) for name in _MOVES}
         found["lent_bytes"] = moved.num_lends * engine.control.shared.layout.unit_bytes
+    if stats.depth is not None:
+        found |= {name: getattr(stats.depth, name) for name in ("num_enters", "num_promotions", "num_probes")}
     if engine.routes is not None:
         counts = engine.routes.counts()
         found |= {"run rows": sum(counts.run), "project rows": sum(counts.project)}

@@ -58,7 +58,9 @@ class Engine:
         return {}
 
     def stats(self):
-        return SimpleNamespace(**{**dict.fromkeys(COUNTS, 0), "num_steps": self.num_steps}, steps_by_precision={"full": self.num_steps})
+        return SimpleNamespace(
+            **{**dict.fromkeys(COUNTS, 0), "num_steps": self.num_steps}, steps_by_precision={"full": self.num_steps}, depth=None
+        )
 
 
 def jobs(*arrivals, tokens=3):
