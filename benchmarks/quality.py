@@ -141,7 +141,7 @@ def main() -> None:
         raise SystemExit(f"the text has {len(ids)} tokens; give more of it, or a smaller --window or --prompts")
     options = {"inductor": False, "max_batch_tokens": max(512, args.window), "max_model_len": max(512, args.window), "lookahead": False}
     if args.skipper:
-        options["kv_blocks"] = 4 * max(8, args.window // 16)  # a window at a time
+        options |= {"kv_blocks": 4 * max(8, args.window // 16), "max_batch_size": 1, "cuda_graphs": False}  # a window at a time
         return quality_depth.measure_skipper(args, windows, lambda: fresh(dtype, device), logits_of, options)
     dense = depthfx.compile(fresh(dtype, device), **options)
     answers = continuations(dense, prompts, args.new)

@@ -136,7 +136,8 @@ def main(arguments: tuple[str, ...] = ()) -> float:
         write_lines(folder / "held_out.jsonl", [t if isinstance(t, dict) else {"text": t} for t in held_out])
         found = result.evaluation
         print(f"held out: {found.loss:.3f} nats a token, {found.base_loss:.3f} without skipping; {found.skipped_share:.0%} of rows skip")
-        model = depthfx.compile(model, skipper=load_skipper(result.folder, model), inductor=False)  # compiles nothing for a short look
+        small = {"inductor": False, "cuda_graphs": False, "max_batch_size": 1, "max_model_len": 128, "kv_blocks": 8}  # for a short look
+        model = depthfx.compile(model, skipper=load_skipper(result.folder, model), **small)
     prompt = tokenizer("The capital of France is", return_tensors="pt").to(asked.device)
     print(tokenizer.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0]))
     return found.skipped_share
