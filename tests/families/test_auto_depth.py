@@ -91,6 +91,19 @@ def test_answers_are_promoted_once(policy, lookahead):
         assert wanted.logits[len(row) - 1 :].argmax(-1).tolist() == answer, name
 
 
+def test_an_answer_is_computed_anew_in_the_depths_that_it_had():
+    """A preemption after the promotion: what was dense is dense again, what was routed is routed."""
+    model, skipper = compiled()
+    engine = auto_engine(model, replace(CHEAP, prefill=DEAR.prefill), kv_blocks=5, prefix_reuse=False)
+    tokens, plans = serve(engine, ROWS[:2], every=1)
+    starts = promoted_at(plans)
+    again = [c for plan in plans for c in plan.prefills if c.request_id == "r1" and not c.is_prompt]
+    assert engine.stats().num_preemptions and len(ROWS[1]) < starts["r1"] and {c.routed for c in again} == {False, True}
+    for row, (name, answer) in zip(ROWS[:2], tokens.items(), strict=True):
+        wanted = routed_answer(reference("llama"), "llama", skipper, row + answer[:-1], starts[name], name, (False, True))
+        assert wanted.logits[len(row) - 1 :].argmax(-1).tolist() == answer, name
+
+
 def test_what_cannot_pay_stays_dense_and_probes_change_nothing():
     model, _ = compiled()
     engine = auto_engine(model, replace(DEAR, decode=(StepCost(1, 1.0, 1e-3),)))
