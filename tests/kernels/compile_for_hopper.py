@@ -58,9 +58,7 @@ _LABELS = {
     "paged_attention": (
         "decode-9:3x64-padding",
         "prefill-two-tiles-from-the-middle",
-        "fp8-decode-9:3x64-padding",
-        "fp8-prefill-two-tiles-from-the-middle",
-        "fp8-mixed-4:2x128-softcap",
+        "fp8-mixed-4:2x128-softcap",  # both kernels
     ),
     "partition_rows": ("5rows-run0.5-forced0.2-padding0.2-bool", "1025rows-run0.5-forced0.1-padding0.1-bool"),
     "kv_append": ("17x3x64-block16-packed1", "7x3x80-block16-packed1-fp8"),

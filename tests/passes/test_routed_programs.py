@@ -37,8 +37,14 @@ class Even(Policy):
         return Decision(rows.positions % 2 == 0)
 
 
-@pytest.mark.parametrize("projector", ["identity", "lora"])
-@pytest.mark.parametrize("policy", sorted(set(POLICIES.names()) - {"unified"}))
+POLICY_CASES = [
+    *((name, "lora") for name in sorted(set(POLICIES.names()) - {"unified"})),
+    ("flexidepth", "identity"),
+    ("random_skip", "identity"),
+]
+
+
+@pytest.mark.parametrize(("policy", "projector"), POLICY_CASES)
 def test_every_policy_compiles_with_and_without_an_update(policy, projector):
     model = toy()
     compiled = depthfx.compile(model, skipper=make_skipper(model, policy, projector, layers=(0, 2)), **PLAIN)

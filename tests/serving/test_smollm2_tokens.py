@@ -54,7 +54,7 @@ def test_hugging_faces_own_loop_agrees(served):
     """The same by Hugging Face's ``generate`` with its KV cache, for a few prompts."""
     model, _, prompts, expected = served
     plain = next(c for c in type(model).__mro__ if not hasattr(c, "engine"))
-    for number in (0, 5, 16, 19, 40, 48):
+    for number in (0, 19, 40, 48):
         ids = torch.tensor([prompts[number]])
         model.__class__, ours = plain, model.__class__
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
@@ -82,7 +82,7 @@ def test_staggered_with_prefix_reuse(served):
 
 def test_kv_so_small_that_requests_are_preempted(served):
     _, _, prompts, expected = served
-    short = [(p, e) for p, e in zip(prompts, expected, strict=True) if len(p) <= 48]
+    short = [(p, e) for p, e in zip(prompts, expected, strict=True) if len(p) <= 48][::2]
     model = compiled(served, kv_blocks=16, max_batch_size=12, block_tokens=8, prefix_reuse=False)
     outputs = model.engine.run([(p, params(model)) for p, _ in short])
     assert [list(o.new_token_ids) for o in outputs.values()] == [e for _, e in short]
