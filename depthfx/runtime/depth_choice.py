@@ -18,7 +18,7 @@ from depthfx.runtime.request import Request
 def promote(control: DepthControl, decoding: Sequence[Request], pressed: bool) -> None:
     """Decides for a step in which ``decoding`` get a token each, and routes the answers of those that leave it open; see
     :meth:`DepthControl.decide_answers`."""
-    routable = [r for r in decoding if r.routed[1] or r.auto[1]]
+    routable = [r for r in decoding if r.may_route]
     if control.decide_answers(len(decoding), len(routable), sum([r.num_planned for r in routable]), pressed):
         for request in routable:
             if not request.routed[1]:

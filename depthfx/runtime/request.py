@@ -51,7 +51,7 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "num_backed",
+        "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "may_route", "num_backed",
         "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling", "promoted_at",
         "request_id", "routed", "salt", "sample_row", "sampling", "settled", "state", "status", "stop_check", "table_row", "token_ids",
     )  # fmt: skip
@@ -71,6 +71,7 @@ class Request:
         self.routed = depth[0] == "routed", depth[1] == "routed"  # whether prompt and answer ask the skipper
         self.settled = not self.auto[0]  # the prompt's depth is decided
         self.promoted_at = 0  # tokens before it were computed dense, though the answer is routed by now
+        self.may_route = self.auto[1] or self.routed[1]  # the answer
         self.full = sampling.min_precision == "full"
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.output_ids: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from depthfx.errors import InvalidRequestError
 from depthfx.records import Depth, SamplingParams, StepPlan
 
 Seen = tuple[int, int]  # (Project-Only, all) pairs of row and routed layer
+_FIRST_SLOTS = 256
 _KEPT_REQUESTS = 4096  # counts of requests before these are forgotten
 
 
@@ -40,18 +40,22 @@ class RouteLog:
         self.layers = tuple(layers)
         self.default = depth
         self.observer: Callable[[Seen, Seen], None] = lambda answer, prompt: None  # told by :meth:`add`; settable
-        self._all = self._none()
-        self._requests: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._all = np.zeros((2, len(self.layers)), dtype=np.int64)
+        self._counts = np.zeros((_FIRST_SLOTS, 2, len(self.layers)), dtype=np.int64)  # of requests, by slot
+        self._used = np.zeros(_FIRST_SLOTS, dtype=np.int64)  # the last step that named each
+        self._slots: dict[str, int] = {}
+        self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
+        self._num_steps = 0
         self._recording = False
         self._maps: dict[str, dict[int, np.ndarray]] = {}  # request -> position -> [places]
 
     def counts(self, request_id: str | None = None) -> RouteCounts:
         """Of all requests, or of one. Raises :class:`InvalidRequestError` for a request that was never routed, or long ago."""
-        if request_id is not None and request_id not in self._requests:
+        if request_id is not None and request_id not in self._slots:
             raise InvalidRequestError(
                 f"request {request_id!r} has no routes: it is unknown, dense, or more than {_KEPT_REQUESTS} requests ago"
             )
-        run, project = self._all if request_id is None else self._requests[request_id]
+        run, project = self._all if request_id is None else self._counts[self._slots[request_id]]
         return RouteCounts(self.layers, tuple(map(int, run)), tuple(map(int, project)))
 
     def record(self, recording: bool = True) -> None:
@@ -93,25 +97,47 @@ class RouteLog:
         self.observer((project[False], rows[False] * places), (project[True], rows[True] * places))
 
     def _count(self, plan: StepPlan, columns: np.ndarray, both: np.ndarray) -> None:
+        self._num_steps += 1
+        routed = [row for row, chunk in enumerate(plan.decodes) if chunk.routed]
+        if routed:
+            slots = [self._slot(plan.decodes[row].request_id) for row in routed]  # all different
+            mine = both[:, :, routed]
+            self._all += mine.sum(-1)
+            self._counts[slots] += mine.transpose(2, 0, 1)
+            self._used[slots] = self._num_steps
+        row = len(plan.decodes)
+        for chunk in plan.prefills:
+            if chunk.routed:
+                slot, one = self._slot(chunk.request_id), both[:, :, row : row + chunk.num_tokens].sum(-1)
+                self._all += one
+                self._counts[slot] += one
+                self._used[slot] = self._num_steps
+            row += chunk.num_tokens
+        while len(self._slots) > _KEPT_REQUESTS:
+            oldest = min(self._slots, key=lambda name: self._used[self._slots[name]])
+            self._free.append(self._slots.pop(oldest))
+        if self._recording:
+            self._record(plan, columns)
+
+    def _record(self, plan: StepPlan, columns: np.ndarray) -> None:
         row = 0
         for chunk in plan.decodes + plan.prefills:
-            num_tokens = chunk.num_tokens
             if chunk.routed:
-                name, mine = chunk.request_id, both[:, :, row] if num_tokens == 1 else both[:, :, row : row + num_tokens].sum(-1)
-                self._all += mine
-                if (counts := self._requests.get(name)) is None:
-                    self._requests[name] = counts = self._none()
-                counts += mine
-                self._requests.move_to_end(name)
-                if self._recording:
-                    kept = self._maps.setdefault(name, {})
-                    kept.update((chunk.start + i, columns[:, row + i].copy()) for i in range(num_tokens))
-            row += num_tokens
-        while len(self._requests) > _KEPT_REQUESTS:
-            self._requests.popitem(last=False)
+                kept = self._maps.setdefault(chunk.request_id, {})
+                kept.update((chunk.start + i, columns[:, row + i].copy()) for i in range(chunk.num_tokens))
+            row += chunk.num_tokens
 
-    def _none(self) -> np.ndarray:
-        return np.zeros((2, len(self.layers)), dtype=np.int64)
+    def _slot(self, name: str) -> int:
+        """Where the counts of a request are; from 0 for a new one."""
+        if name not in self._slots:
+            if not self._free:
+                size = len(self._counts)
+                self._free += range(2 * size - 1, size - 1, -1)
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+                self._used = np.concatenate((self._used, np.zeros_like(self._used)))
+            self._slots[name] = slot = self._free.pop()
+            self._counts[slot] = 0
+        return self._slots[name]
 
 
 def depth_parts(sampling: SamplingParams, routes: RouteLog | None, measured: bool) -> tuple[Depth, Depth]:
