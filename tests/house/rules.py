@@ -166,6 +166,21 @@ def check_environment(path: str, source: str) -> list[str]:
     return faults
 
 
+# Files whose code runs in every step: what they send to the device goes by `HostRing` alone.
+STEP_FILES = tuple(
+    f"depthfx/runtime/{name}.py" for name in ("chunks", "elastic", "graphs", "precision", "runner", "sampler", "scheduler", "staging")
+)
+
+
+def check_uploads(path: str, source: str) -> list[str]:
+    """A step copies nothing to the device by the copy engine, which a restore keeps to itself for as long as it takes."""
+    if path not in STEP_FILES:
+        return []
+    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    moves = [n for n in calls if n.func.attr in ("cuda", "pin_memory") or (n.func.attr == "to" and "device" in ast.unparse(n))]
+    return [f"{n.lineno}: {ast.unparse(n)} waits behind a restore; send it by HostRing" for n in moves]
+
+
 def check_registers(path: str, source: str, imported: frozenset[str] = frozenset()) -> list[str]:
     """A plug-in file calls ``register_...`` or ``REGISTRY.add`` when it is imported.
 

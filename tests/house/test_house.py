@@ -32,7 +32,7 @@ def _faults(check, paths):
 
 @pytest.mark.parametrize(
     "check",
-    [rules.check_layering, rules.check_docstrings, rules.check_excepts, rules.check_environment],
+    [rules.check_layering, rules.check_docstrings, rules.check_excepts, rules.check_environment, rules.check_uploads],
     ids=lambda check: check.__name__,
 )
 def test_package(check):
@@ -56,6 +56,10 @@ def test_every_test_can_fail():
 def test_no_places():
     texts = [p for p in FILES if Path(p).suffix in SUFFIXES and p != "LICENSE"]
     assert _faults(rules.check_places, texts) == []
+
+
+def test_files_of_a_step_exist():
+    assert set(rules.STEP_FILES) <= set(PACKAGE)
 
 
 def test_every_part_has_a_place():

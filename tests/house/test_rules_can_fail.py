@@ -73,6 +73,13 @@ def test_environment(source):
     assert rules.check_environment("depthfx/settings.py", source) == []
 
 
+@pytest.mark.parametrize("line", ["x.to(device)", "x.to(self.device, non_blocking=True)", "x.cuda()", "x.pin_memory()"])
+def test_uploads(line):
+    assert rules.check_uploads("depthfx/runtime/runner.py", line)
+    assert rules.check_uploads("depthfx/runtime/generation.py", line) == []
+    assert rules.check_uploads("depthfx/runtime/runner.py", "x.to(torch.float32)") == []
+
+
 def test_registers():
     kernel = "depthfx/lowering/kernels/kv_append.py"
     assert rules.check_registers(kernel, "def register_later():\n    register_kernel(1)")
