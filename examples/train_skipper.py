@@ -36,7 +36,7 @@ from depthfx.smollm2 import load_smollm2
 
 PRESETS = {
     "look": {
-        "steps": 3, "annealing": 0, "batch": 2, "micro_batch": 2, "length": 48, "chats": 0, "log_every": 1, "head_bias": 0.0,
+        "steps": 3, "annealing": 0, "batch": 2, "micro_batch": 2, "length": 48, "chats": 0, "log_every": 1, "head_bias": None,
         "layers": list(range(22, 30)), "rate": 1e-4,
     },
     "smollm2": {
@@ -66,7 +66,9 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--head-bias", type=float, default=1.0, help="where the router starts: above 0 most rows run")
     parser.add_argument("--skip", type=float, default=0.3, help="share of routed rows that are to skip")
     parser.add_argument("--rise", type=float, default=0.0, help="share of the first stage in which that share rises from 0")
-    parser.add_argument("--max-penalty", type=float, default=0.3)
+    parser.add_argument("--max-penalty", type=float, default=0.05)
+    parser.add_argument("--shift", type=float, default=0.5, help="how fast routers are moved to the target at once")
+    parser.add_argument("--router-rate", type=float, default=0.3, help="the router's learning rate as a share of the adapter's")
     parser.add_argument("--lm", type=float, default=1.0, help="weight of the loss of the language model")
     parser.add_argument("--distill", type=float, default=1.0, help="weight of the divergence from the frozen model")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
@@ -112,7 +114,8 @@ def settings_of(asked: argparse.Namespace) -> TrainSettings:
     return TrainSettings(
         stages=tuple(stages), batch_size=asked.batch, micro_batch=asked.micro_batch, decision="straight_through", recompute=False,
         seed=asked.seed, lm=asked.lm, distill=asked.distill, target_skip=asked.skip, target_rise=asked.rise, max_penalty=asked.max_penalty,
-        log_every=asked.log_every, evaluate_every=100,
+        controller_gain=0.2, controller_rate=0.02, controller_shift=0.0 if asked.head_bias is None else asked.shift,
+        router_rate=asked.router_rate,        log_every=asked.log_every, evaluate_every=100,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 from depthfx.errors import SettingError, SkipperError
 from depthfx.skippers import load_skipper, make_skipper
 from depthfx.skippers.train import Stage, TrainSettings, evaluate_skipper, make_own_chats, routed_training
-from depthfx.skippers.train.settings import target_share
+from depthfx.skippers.train.settings import offset_of, target_share
 from tests.skippers.train_toys import data, model, settings, skipper, train
 
 
@@ -49,11 +49,22 @@ def test_the_share_follows_a_rising_target(tmp_path):
     of = model()
     made = make_skipper(of, "flexidepth", "adapter", gate="hard", reduction=4, proj_reduction=4, head_bias=1.0, zero=True)
     how = settings(
-        90, penalty=0.0, learning_rate=2e-3, final_share=1.0, decision="straight_through", target_skip=0.5, target_rise=0.8, max_penalty=1.0
-    )
+        60, penalty=0.0, decision="straight_through", target_skip=0.5, target_rise=0.7, max_penalty=0.05, controller_shift=0.5,
+        router_rate=0.3,
+    )  # fmt: skip
     _, records = train(tmp_path, how, of, trained=made)
     shares = torch.tensor([r["skipped_share"] for r in records])
-    assert shares[0] == 0.0 and shares[10:30].mean() < 0.25 < shares[-15:].mean() - 0.15 < 0.45
+    assert shares[0] == 0.0 and shares[10:20].mean() < 0.25 and abs(shares[-10:].mean() - 0.5) < 0.06 and shares[-10:].std() < 0.12
+    assert made.policies[0].router_head.bias != made.policies[1].router_head.bias, "training has moved them apart"
+    with pytest.raises(SkipperError, match=r"these have none; make them with head_bias=1\.0"):
+        train(tmp_path / "other", how, of)
+
+
+def test_offsets_are_quantiles():
+    weights = [torch.tensor([[0.5, 0.9], [0.1, 0.2]]), torch.tensor([[0.7, 0.6], [0.3, 0.4]])]
+    real = torch.tensor([[True, True], [True, False]])
+    found = [float(torch.sigmoid(offset_of(weights, real, share))) for share in (0.0, 0.34, 0.5, 1.0)]
+    assert found == pytest.approx([0.1, 0.3, 0.5, 0.9], abs=1e-6)
 
 
 def test_one_loss_alone_moves_only_what_it_is_about(tmp_path):

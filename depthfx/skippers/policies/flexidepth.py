@@ -43,13 +43,15 @@ class FlexiDepthRouter(Policy):
 def make(shape: ModelShape, layers: tuple[int, ...], *, reduction: int = 16, head_bias: float | None = None, seed: int = 0) -> list[Policy]:
     """A router for each layer, untrained (weights drawn from ``seed``); ``reduction`` divides H.
 
-    ``head_bias``: where the head's bias starts (None: it has none); with 2 nearly every row runs at first.
+    ``head_bias``: where the head's bias starts, its weights then being zero (None: it has none): above 0 every row runs at first, in all
+    layers alike, and what skips is found by training alone.
     """
     with seeded(seed):
         made = [FlexiDepthRouter(shape.hidden_size, reduction, shape.norm_eps, head_bias=head_bias is not None) for _ in layers]
     if head_bias is not None:
         for router in made:
             nn.init.constant_(router.router_head.bias, check_number("head_bias", head_bias))
+            nn.init.zeros_(router.router_head.weight)
     return list(made)
 
 

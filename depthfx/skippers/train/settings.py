@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
+
 from depthfx.errors import SettingError
 from depthfx.skippers.train.routing import Kind
 
@@ -62,6 +64,7 @@ class TrainSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    router_rate: float = 1.0  # the policies' learning rate, as a share of the stage's
     clip: float = 1.0  # largest norm of all gradients together
     seed: int = 42  # of the order of the sequences
     recompute: bool = True  # activations of routed layers are computed anew in the backward pass: less memory, more time
@@ -78,6 +81,8 @@ class TrainSettings:
     controller_gain: float = 1.0  # penalty, as share of its bound, for a skip share that is 1 away from the target
     controller_rate: float = 0.005  # share of the bound that the penalty moves in each step, likewise
     controller_memory: float = 0.7  # of the running mean of the skip share
+    # Share of the way that the biases of the routers' heads are moved, all by the same, to where this step would have met the target.
+    controller_shift: float = 0.0
 
     # the run
     log_every: int = 10  # steps
@@ -97,9 +102,10 @@ class TrainSettings:
         _whole("seed", self.seed, least=0)
         for name in ("eps", "clip", "distill_temperature", "max_penalty"):
             _within(name, getattr(self, name), 0, math.inf, above=True)
-        for name in ("weight_decay", "lm", "distill", "controller_gain", "controller_rate"):
+        for name in ("weight_decay", "router_rate", "lm", "distill", "controller_gain", "controller_rate"):
             _within(name, getattr(self, name), 0, math.inf)
-        _within("target_rise", self.target_rise, 0, 1)
+        for name in ("target_rise", "controller_shift"):
+            _within(name, getattr(self, name), 0, 1)
         if not self.lm and not self.distill:
             raise SettingError("lm=0.0 and distill=0.0 leave nothing to learn but the skip loss; set one of them above 0")
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
@@ -137,6 +143,15 @@ def target_share(settings: TrainSettings, stage: int, step: int, steps: int) -> 
     """
     rise = settings.target_rise * steps if stage == 0 else 0.0
     return min(1.0, (step + 1) / rise) if rise else 1.0
+
+
+def offset_of(weights: list[torch.Tensor], real: torch.Tensor, share: float) -> torch.Tensor:
+    """The logit [] up to which a ``share`` of all routed rows lies: less by so much, these rows and no others skip.
+
+    ``weights`` [B, S] of each routed layer, ``real`` [B, S] bool. Example: of weights 0.5, 0.73 and 0.88 a third lies up to logit 0.
+    """
+    logits = torch.logit(torch.stack([w.detach().float()[real] for w in weights]).flatten(), eps=1e-6)
+    return logits.kthvalue(min(logits.numel(), max(1, round(share * logits.numel())))).values
 
 
 @dataclass

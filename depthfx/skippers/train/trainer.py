@@ -28,7 +28,7 @@ from depthfx.skippers.train.loss import sum_losses
 from depthfx.skippers.train.metrics import Metrics
 from depthfx.skippers.train.routing import Routing, routed_training
 from depthfx.skippers.train.sequences import IGNORED, Sequences
-from depthfx.skippers.train.settings import Controller, Stage, TrainSettings, learning_rate, start_controller, target_share
+from depthfx.skippers.train.settings import Controller, Stage, TrainSettings, learning_rate, offset_of, start_controller, target_share
 from depthfx.skippers.train.state_file import load_state, save_state
 from depthfx.skippers.train.workers import Workers
 
@@ -96,9 +96,14 @@ class _Run:
         self.parameters = list(routing.skipper.parameters())
         for parameter in self.parameters:
             parameter.requires_grad_()
-        self.optimiser = torch.optim.AdamW(
-            self.parameters, lr=0.0, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-        )
+        groups = [
+            {"params": list(routing.skipper.policies.parameters()), "share": settings.router_rate},
+            {"params": list(routing.skipper.projectors.parameters()), "share": 1.0},
+        ]
+        self.optimiser = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        self.biases: list[Any] = [getattr(p.router_head, "bias", None) for p in routing.skipper.policies]
+        if settings.controller_shift and any(b is None for b in self.biases):
+            raise SkipperError("controller_shift moves the biases of the routers' heads, but these have none; make them with head_bias=1.0")
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=next(model.parameters()).dtype is torch.float16)
         self.stage = self.step = self.done = self.tokens = 0
         self.controller = start_controller(settings.stages[0], settings)
@@ -140,11 +145,11 @@ class _Run:
         _, labels, real = data.take(chosen, torch.device("cpu"))
         targets, tokens = max(1, int((labels[:, 1:] != IGNORED).sum())), int(real.sum())
         penalty, mine = self.controller.penalty, workers.share(chosen)
-        totals = torch.zeros(3 + len(self.routing.skipper.layers), device=self.device)
+        totals = torch.zeros(4 + len(self.routing.skipper.layers), device=self.device)
         self.optimiser.zero_grad()
         for start in range(0, len(mine), settings.micro_batch):
             totals += self._micro_batch(data, mine[start : start + settings.micro_batch], targets, tokens, penalty)
-        lm, skip, distill, *skips = workers.sum(totals).tolist()
+        lm, skip, distill, offset, *skips = workers.sum(totals).tolist()
         record: dict[str, Any] = {
             "kind": "step", "step": self.done + 1, "stage": stage.name, "lm": lm / targets, "skip_loss": skip / tokens,
             "distill": distill / targets, "penalty": penalty, "skipped_share": sum(skips) / tokens / len(skips),
@@ -152,12 +157,12 @@ class _Run:
         }  # fmt: skip
         self._stop_if(not all(map(math.isfinite, (lm, skip, distill))), record, "the loss")
         record["gradient_norm"] = self._apply_gradients(stage, record)
-        self.controller.update(record["skipped_share"], settings, target_share(settings, self.stage, self.step, self.steps[self.stage]))
+        self._steer(record["skipped_share"], offset / tokens)
         self.step, self.done, self.tokens = self.step + 1, self.done + 1, self.tokens + tokens
         return record
 
     def _micro_batch(self, data: Sequences, chosen: list[int], targets: int, tokens: int, penalty: float) -> torch.Tensor:
-        """Add the gradients of some sequences; returns the three sums of losses and the skipped rows of each routed layer."""
+        """Add the gradients of some sequences; returns the sums of losses, the offset times tokens, and the skipped rows by layer."""
         settings, routing = self.settings, self.routing
         ids, labels, real = data.take(chosen, self.device)
         base = None
@@ -168,13 +173,16 @@ class _Run:
         sums = sum_losses(logits, labels, real, routing.weights, base, settings.distill_temperature)
         self.scaler.scale(sums.loss(targets, tokens, penalty, settings.distill, settings.lm)).backward()  # type: ignore[no-untyped-call]
         skipped = [(~a & real).sum() for a in routing.actions]
-        return torch.stack([x.detach().float() for x in (sums.lm, sums.skip, sums.distill, *skipped)])
+        offset = sums.lm.new_zeros(())
+        if settings.target_skip is not None and settings.controller_shift:
+            offset = offset_of(routing.weights, real, settings.target_skip * self._risen()) * real.sum()
+        return torch.stack([x.detach().float() for x in (sums.lm, sums.skip, sums.distill, offset, *skipped)])
 
     def _apply_gradients(self, stage: Stage, record: dict[str, Any]) -> float:
         """Clip and step; returns the norm of the gradients."""
         rate = learning_rate(stage, self.step, self.steps[self.stage])
         for group in self.optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["share"]
         self.workers.sum_gradients(self.parameters)
         self.scaler.unscale_(self.optimiser)
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.clip))
@@ -183,6 +191,17 @@ class _Run:
         self.scaler.update()
         record["learning_rate"] = rate
         return norm
+
+    def _steer(self, skipped: float, offset: float) -> None:
+        """Towards the target share: the penalty of the next step, and at once the biases of all routers."""
+        self.controller.update(skipped, self.settings, self._risen())
+        if self.settings.target_skip is not None and self.settings.controller_shift:
+            with torch.no_grad():
+                for bias in self.biases:
+                    bias -= self.settings.controller_shift * offset
+
+    def _risen(self) -> float:
+        return target_share(self.settings, self.stage, self.step, self.steps[self.stage])
 
     def _stop_if(self, wrong: bool, record: dict[str, Any], what: str) -> None:
         if wrong:
