@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,8 +28,10 @@ from depthfx.runtime.runner import Runner
 from depthfx.settings import DepthRule
 
 _FORMAT = 1
-_SECONDS = 0.4  # of measuring; what has begun is ended, buckets between the smallest and the largest are left out then
-_REPEATS = 3
+_SECONDS = 0.45  # of measuring; what has begun is ended, buckets between the smallest and the largest are left out then
+_REPEATS, _LONG_REPEATS = 3, 2  # of a decode step, and of others; the shortest counts, for whatever disturbs a step makes it longer
+_MOST_REPEATS, _LEAST_SECONDS = 10, 0.03
+_TRIES = 4
 _CONTEXT, _LONG_CONTEXT = 64, 1024  # tokens of KV of a decode row
 _PROMPTS = (256, 1024)  # rows of a prefill step
 _COPY_BYTES, _LEAST_COPY_BYTES = 256 << 20, 16 << 20
@@ -139,6 +140,7 @@ class _Bench:
         self.hint = runner.flags.send(precision)
         self.tokens, self.columns = runner.shape.kv.block_tokens, runner.shape.blocks_per_row
         self.cuda = runner.device.type == "cuda"
+        self.num_used = 0  # blocks that may have been written
         self.started = time.perf_counter()
 
     def costs(self, kv_bytes: int, num_layers: int) -> DepthCosts:
@@ -162,11 +164,11 @@ class _Bench:
         """Bytes a second of a copy, read and written, within the KV pool if that is large enough."""
         pool = self.runner.kv_pool.view(torch.uint8).flatten()
         half = min(self.num_blocks * self.runner.shape.kv.block_bytes // 2, _COPY_BYTES)
-        if half < _LEAST_COPY_BYTES:
+        if half < _LEAST_COPY_BYTES or not self.cuda:  # a pool on the host is not touched before it is needed
             pool, half = torch.zeros(2 * _LEAST_COPY_BYTES, dtype=torch.uint8, device=pool.device), _LEAST_COPY_BYTES
         source, target = pool[:half], pool[half : 2 * half]
         target.copy_(source)
-        return 2 * half / statistics.median([self.timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
+        return 2 * half / min([self.timed(lambda: target.copy_(source)) for _ in range(_REPEATS)])
 
     def kv_rate(self, rows: int, bandwidth: float) -> float:
         """Bytes of KV that attention reads in a second, from two lengths of context; that of a copy where they do not differ enough."""
@@ -174,7 +176,7 @@ class _Bench:
         short = min(_CONTEXT, fits)
         if fits < 4 * short or not short:
             return bandwidth
-        first, second = (statistics.median(self.times(self.decode_plan(rows, n), ("dense",))["dense"]) for n in (short, fits))
+        first, second = (self.times(self.decode_plan(rows, n), _LONG_REPEATS, ("dense",))["dense"] for n in (short, fits))
         if second - first < 0.02 * first:
             return bandwidth
         return min(bandwidth, rows * (fits - short) * self.runner.shape.kv.token_bytes / (second - first))
@@ -182,22 +184,27 @@ class _Bench:
     def decode(self, rows: int, kv_seconds: float) -> StepCost:
         """``kv_seconds``: of reading the KV of one token in all routed layers."""
         context = min(_CONTEXT, self.columns * self.tokens)
-        return self.cost(rows, self.decode_plan(rows, context), rows * context * kv_seconds)
+        for seed in range(_TRIES):  # a few rows may all happen to skip nothing
+            plan = self.decode_plan(rows, context, seed)
+            self.step(plan, routed=True)
+            if self.share(rows) >= _LEAST_SHARE:
+                break
+        return self.cost(rows, plan, _REPEATS, rows * context * kv_seconds)
 
     def prompt(self, rows: int) -> StepCost:
         """One prompt."""
         self.name_blocks(1, rows)
         token_ids = tuple((7 * i + 11) % self.runner.shape.vocab_size for i in range(rows))
         chunk = Chunk("0", 0, 0, token_ids, -1, True, 0, SamplingParams(), None, True, 5)
-        return self.cost(rows, StepPlan(-1, (), (chunk,), ()), 0.0)
+        return self.cost(rows, StepPlan(-1, (), (chunk,), ()), _LONG_REPEATS, 0.0)
 
-    def decode_plan(self, rows: int, context: int) -> StepPlan:
+    def decode_plan(self, rows: int, context: int, seed: int = 0) -> StepPlan:
         """A token of ``rows`` requests with ``context`` tokens of KV each."""
         self.name_blocks(rows, context)
         vocabulary, sampling = self.runner.shape.vocab_size, SamplingParams()
-        numbers = torch.randint(0, 1 << 31, (rows,), generator=torch.Generator().manual_seed(rows)).tolist()
+        numbers = torch.randint(0, 1 << 31, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
         chunks = (
-            Chunk(str(i), i, context - 1, ((7 * i + 11) % vocabulary,), -1, True, 1, sampling, None, True, numbers[i], False)
+            Chunk(str(i), i, context - 1, ((7 * i + 11 + seed) % vocabulary,), -1, True, 1, sampling, None, True, numbers[i], False)
             for i in range(rows)
         )
         return StepPlan(-1, tuple(chunks), (), ())
@@ -205,40 +212,42 @@ class _Bench:
     def name_blocks(self, rows: int, tokens: int) -> None:
         """The tables of the first rows name blocks of their own, as far as these go."""
         columns = -(-tokens // self.tokens)
+        self.num_used = max(self.num_used, min(rows * columns, self.num_blocks))
         named = torch.arange(rows * columns, dtype=torch.int32, device=self.runner.device) % self.num_blocks
         self.runner.block_tables[:rows, :columns] = named.view(rows, columns)
 
-    def cost(self, rows: int, plan: StepPlan, kv_seconds: float) -> StepCost:
+    def cost(self, rows: int, plan: StepPlan, repeats: int, kv_seconds: float) -> StepCost:
         """``kv_seconds``: what the KV reads of the step's routed layers take."""
-        times = self.times(plan, ("dense", "forced", "routed"))
-        dense, share = statistics.median(times["dense"]), self.share(rows)
-        overhead = statistics.median([f - d for f, d in zip(times["forced"], times["dense"])])
-        saved = 0.0
-        if share >= _LEAST_SHARE:
-            saved = max(0.0, statistics.median([f - r for f, r in zip(times["forced"], times["routed"])]) / share - kv_seconds)
-        return StepCost(rows, dense, overhead, saved)
+        times = self.times(plan, repeats)
+        share = self.share(rows)
+        saved = max(0.0, (times["forced"] - times["routed"]) / share - kv_seconds) if share >= _LEAST_SHARE else 0.0
+        most = times["dense"] * self.runner.shape.num_places / self.runner.shape.kv.num_layers  # the routed layers' part of the step
+        return StepCost(rows, times["dense"], times["forced"] - times["dense"], min(saved, most))
 
     def share(self, rows: int) -> float:
         """Of Project-Only pairs, in the step before."""
         return (self.runner.tape[:, :rows] == 0).float().mean().item()
 
-    def times(self, plan: StepPlan, kinds: tuple[str, ...]) -> dict[str, list[float]]:
-        """Seconds of a few steps of each kind, taken in turn, after one that is not counted; the last step is of the last kind."""
-        runner = self.runner
-        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    def times(self, plan: StepPlan, repeats: int, kinds: tuple[str, ...] = ("dense", "forced", "routed")) -> dict[str, float]:
+        """Seconds of the shortest step of each kind, taken ``repeats`` times in turn, short ones more often; the last step is of the last kind."""
+        found, begun = dict.fromkeys(kinds, math.inf), time.perf_counter()
         decodes, prefills = (tuple(replace(c, routed=False) for c in part) for part in (plan.decodes, plan.prefills))
         free = StepPlan(-1, decodes, prefills, ())
-        for turn in range(_REPEATS + 1):
+        for turn in range(_MOST_REPEATS):
+            if turn >= repeats and time.perf_counter() - begun > _LEAST_SECONDS:
+                break
+            if turn == 1:
+                begun = time.perf_counter()  # the first one may have been cold
             for kind in kinds:
-                routed = kind != "dense"
-                step = plan if kind == "routed" else free
-                graph = runner.graphs.find(step, self.hint, routed)
-                uploaded = runner.staging.upload(step, graph.bucket if graph else None, routed)
-                once: Callable[[], Any] = graph.replay if graph else lambda: runner.forward(uploaded, self.hint, routed)  # noqa: B023
-                seconds = self.timed(once)
-                if turn:
-                    found[kind].append(seconds)
+                found[kind] = min(found[kind], self.step(plan if kind == "routed" else free, routed=kind != "dense"))
         return found
+
+    def step(self, plan: StepPlan, routed: bool) -> float:
+        """Seconds of one step of the dense or the routed program."""
+        runner = self.runner
+        graph = runner.graphs.find(plan, self.hint, routed)
+        uploaded = runner.staging.upload(plan, graph.bucket if graph else None, routed)
+        return self.timed(graph.replay if graph else lambda: runner.forward(uploaded, self.hint, routed))
 
     def timed(self, once: Callable[[], Any]) -> float:
         """Seconds, by device events where there are any."""
@@ -256,7 +265,7 @@ class _Bench:
     def clear(self) -> None:
         """As if nothing had run."""
         self.runner.block_tables.zero_()
-        self.runner.kv_pool[: self.num_blocks].zero_()
+        self.runner.kv_pool[: self.num_used].zero_()  # a copy of zeros wrote zeros
         self.runner.last_tokens.zero_()
         if self.cuda:
             torch.cuda.current_stream(self.runner.device).synchronize()
