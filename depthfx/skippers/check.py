@@ -97,7 +97,7 @@ def check_skipper(path: str | Path | Skipper, model: nn.Module, sequences: Seque
     dtype, ids = next(model.parameters()).dtype, sequences.ids.long()
     expected = [_trained(model, forced, mode, ids) for mode in (ALL_RUN, ALL_PROJECT, OWN)]
     served = compile(
-        model, skipper=forced, inductor=False, prefix_reuse=False, max_model_len=length + 16, kv_blocks=_BATCH * (length // 16 + 1),
+        model, skipper=forced, inductor=False, cuda_graphs=False, prefix_reuse=False, max_model_len=length + 16, kv_blocks=_BATCH * (length // 16 + 1),
     )  # fmt: skip
     run_logits, _ = _served(served, forced, ALL_RUN, ids)
     project_logits, _ = _served(served, forced, ALL_PROJECT, ids)
