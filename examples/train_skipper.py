@@ -67,7 +67,7 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--skip", type=float, default=0.3, help="share of routed rows that are to skip")
     parser.add_argument("--rise", type=float, default=0.0, help="share of the first stage in which that share rises from 0")
     parser.add_argument("--max-penalty", type=float, default=0.05)
-    parser.add_argument("--shift", type=float, default=0.3, help="how fast routers are moved to the target at once")
+    parser.add_argument("--shift", type=float, default=0.5, help="how fast routers are moved to the target at once")
     parser.add_argument("--router-rate", type=float, default=0.3, help="the router's learning rate as a share of the adapter's")
     parser.add_argument("--lm", type=float, default=1.0, help="weight of the loss of the language model")
     parser.add_argument("--distill", type=float, default=1.0, help="weight of the divergence from the frozen model")
