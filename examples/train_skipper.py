@@ -31,7 +31,7 @@ from depthfx.skippers.train import (
     read_files,
     split_files,
     train_skipper,
-)  # fmt: skip
+)
 from depthfx.smollm2 import load_smollm2
 
 PRESETS = {
@@ -115,7 +115,7 @@ def settings_of(asked: argparse.Namespace) -> TrainSettings:
         stages=tuple(stages), batch_size=asked.batch, micro_batch=asked.micro_batch, decision="straight_through", recompute=False,
         seed=asked.seed, lm=asked.lm, distill=asked.distill, target_skip=asked.skip, target_rise=asked.rise, max_penalty=asked.max_penalty,
         controller_gain=0.2, controller_rate=0.02, controller_shift=0.0 if asked.head_bias is None else asked.shift,
-        router_rate=asked.router_rate,        log_every=asked.log_every, evaluate_every=100, checkpoint_every=100,
+        router_rate=asked.router_rate, log_every=asked.log_every, evaluate_every=100, checkpoint_every=100,
     )  # fmt: skip
 
 
