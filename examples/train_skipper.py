@@ -67,7 +67,7 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--skip", type=float, default=0.3, help="share of routed rows that are to skip")
     parser.add_argument("--rise", type=float, default=0.0, help="share of the first stage in which that share rises from 0")
     parser.add_argument("--max-penalty", type=float, default=0.05)
-    parser.add_argument("--shift", type=float, default=0.5, help="how fast routers are moved to the target at once")
+    parser.add_argument("--shift", type=float, default=0.7, help="how fast routers are moved to the target at once")
     parser.add_argument("--router-rate", type=float, default=0.3, help="the router's learning rate as a share of the adapter's")
     parser.add_argument("--lm", type=float, default=1.0, help="weight of the loss of the language model")
     parser.add_argument("--distill", type=float, default=1.0, help="weight of the divergence from the frozen model")
@@ -114,7 +114,7 @@ def settings_of(asked: argparse.Namespace) -> TrainSettings:
     return TrainSettings(
         stages=tuple(stages), batch_size=asked.batch, micro_batch=asked.micro_batch, decision="straight_through", recompute=False,
         seed=asked.seed, lm=asked.lm, distill=asked.distill, target_skip=asked.skip, target_rise=asked.rise, max_penalty=asked.max_penalty,
-        controller_gain=0.2, controller_rate=0.02, controller_shift=0.0 if asked.head_bias is None else asked.shift,
+        controller_gain=0.2, controller_rate=0.03, controller_shift=0.0 if asked.head_bias is None else asked.shift,
         router_rate=asked.router_rate, log_every=asked.log_every, evaluate_every=100, checkpoint_every=100,
     )  # fmt: skip
 
