@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from depthfx.lowering.kernel_spec import INTERPRETED, KERNELS
-from depthfx.lowering.kernels import _scratch, _small_linear
-from depthfx.lowering.kernels._small_linear import MAX_SMALL_ROWS, LinearConfig, launch_small
+from depthfx.lowering.kernels import _scratch
+from depthfx.lowering.kernels._small_linear import MAX_SMALL_ROWS
 from tests.kernels.checks import poisoned_empty
 
 CPU = torch.device("cpu")
@@ -46,18 +44,3 @@ def test_only_one_int32_is_a_bound(spec, case):
 
 def test_products_of_every_kind_have_such_cases():
     assert {spec.values[0].name for spec in BOUNDED} == {"linear", "gated_linear", "dual_linear", "dual_gated_linear"}
-
-
-@pytest.mark.parametrize("activation", [0, 1])
-@pytest.mark.parametrize("num_rows", [1, 5])
-def test_few_programs_take_all_tiles(monkeypatch, num_rows, activation):
-    """More tiles than programs, as for one row of a large model; equal bit for bit to one program for each."""
-    monkeypatch.setattr(_small_linear, "_BOUNDED_PROGRAMS", 3)
-    monkeypatch.setattr(_small_linear, "device_sms", lambda device: 1)
-    generator = torch.Generator().manual_seed(num_rows)
-    x, w = (torch.randn(n, 256, generator=generator).half() for n in (num_rows, 2 * 70))
-    config = LinearConfig(block_n=4, block_k=128, split_k=1, num_warps=4, num_stages=1, use_dot=num_rows > 2)
-    config = replace(config, block_n=16) if config.use_dot else config
-    each = launch_small(x, w, activation=activation, config=config)
-    in_turn = launch_small(x, w, activation=activation, bound=torch.ones(1, dtype=torch.int32), config=config)
-    assert torch.equal(in_turn, each) and each.abs().sum() > 0

@@ -37,9 +37,6 @@ class LinearConfig:
     prefetch: bool = False  # ask for weights ahead of the loads; products by `dot` do so under dependent launch in any case
 
 
-# Programs of a bounded product for each multiprocessor: what it holds at once of programs of four warps.
-_BOUNDED_PROGRAMS = 16
-
 # What the programs on the device at one time may ask into L2 before they wait for the kernel before.
 PREFETCH_BYTES = 8 << 20
 
@@ -151,15 +148,17 @@ def _halves(acc, HALF: tl.constexpr, BLOCK_T: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_T)), (1, 2, 0)))
 
 
-@triton.jit
-def _one_tile(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, tile, split,
+@triton.jit(do_not_specialize_on_alignment=["bound_ptr"])
+def _small_linear_kernel(
+    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, bound_ptr,
     num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual, split_inputs,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, USE_DOT: tl.constexpr,
     EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
+    PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, HAS_BOUND: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One (tile of outputs, range of K). ``num_outputs`` counts output columns (F when gated)."""
+    """One program for one (tile of outputs, range of K). ``num_outputs`` counts output columns (F when gated)."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
     GATED: tl.constexpr = ACTIVATION > 0
     HALF: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # output columns of a tile
     i = tl.arange(0, BLOCK_N)
@@ -169,6 +168,10 @@ def _one_tile(
     w_tile = w_ptr + w_rows.to(tl.int64)[:, None] * stride_w
     first_k = split * split_inputs
     end_k = tl.minimum(first_k + split_inputs, num_inputs)
+    pdl_release(PDL)
+    if HAS_BOUND:  # before any weight is asked for: a skipped product must not read them
+        if is_empty(bound_ptr, PDL):
+            return
     if PIECE_BYTES > 0:  # weights are written by nothing on the device, so they may be asked for before the wait
         pieces = first_k + tl.arange(0, PIECES) * (PIECE_BYTES // 2)
         prefetch_l2(w_ptr + tl.where(row_mask, w_rows, 0).to(tl.int64)[:, None] * stride_w + pieces[None, :], PIECE_BYTES)
@@ -209,40 +212,6 @@ def _one_tile(
         if HAS_RESIDUAL:
             result += tl.load(residual_ptr + t[None, :] * stride_residual + n[:, None], mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + t[None, :] * num_outputs + n[:, None], result.to(dtype), mask=mask)
-
-
-@triton.jit(do_not_specialize_on_alignment=["bound_ptr"])
-def _small_linear_kernel(
-    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, bound_ptr,
-    num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual, split_inputs, num_tiles,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, USE_DOT: tl.constexpr,
-    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, HAS_BOUND: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """One program for each (tile, split); with a bound as many as the device holds at once, and each takes tiles in turn.
-
-    A product that turns out empty costs its programs' starts: of 14,336 (one row, gate and up of Llama-3-8B) some 10 us.
-    """
-    pdl_release(PDL)
-    if HAS_BOUND:
-        if is_empty(bound_ptr, PDL):  # before any weight is asked for: a skipped product must not read them
-            return
-        tile = tl.program_id(0)
-        while tile < num_tiles:
-            _one_tile(
-                x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, tile, tl.program_id(1),
-                num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual, split_inputs,
-                BLOCK_T, BLOCK_N, BLOCK_K, SPLIT_K, USE_DOT, EVEN, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
-                PIECE_BYTES, PIECES, STAGES, PDL, WIDEN,
-            )  # fmt: skip
-            tile += tl.num_programs(0)
-    else:
-        _one_tile(
-            x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, tl.program_id(0), tl.program_id(1),
-            num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual, split_inputs,
-            BLOCK_T, BLOCK_N, BLOCK_K, SPLIT_K, USE_DOT, EVEN, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
-            PIECE_BYTES, PIECES, STAGES, PDL, WIDEN,
-        )  # fmt: skip
 
 
 def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -299,11 +268,10 @@ def launch_small(
     early = pdl["PDL"] and config.use_dot and bound is None  # without `dot` the first step's loads precede the wait
     if (config.prefetch or early) and not INTERPRETED:
         piece_bytes, pieces = _prefetch(config, tiles, split_inputs, num_inputs, device_sms(x.device))
-    programs = tiles if bound is None else min(tiles, _BOUNDED_PROGRAMS * device_sms(x.device))
-    _small_linear_kernel[(programs, config.split_k)](
+    _small_linear_kernel[(tiles, config.split_k)](
         x, weight, bias, residual, out, partial, counters, bound,
         num_rows, num_outputs, num_inputs, x.stride(0), weight.stride(0), residual.stride(0) if residual is not None else 0,
-        split_inputs, tiles,
+        split_inputs,
         BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_K=config.split_k, USE_DOT=config.use_dot,
         EVEN=num_inputs % config.block_k == 0 and num_outputs % block_out == 0,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ACTIVATION=activation,
