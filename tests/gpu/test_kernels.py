@@ -109,11 +109,47 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the kernel is for compute capability 9")
+# (chunks, how much of each is there): neighbours of a tile may lie many tiles of keys apart
+GAPPED = [
+    ([(0, 300)], (0.05,)),
+    ([(0, 4096)], (0.25,)),
+    ([(0, 4096)], (0.6,)),
+    ([(5, 3000), (100, 2000)], (0.1, 0.5)),
+    ([(2000, 1500), (0, 777), (63, 64)], (0.02, 0.9, 0)),
+]
+HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the kernel is for compute capability 9")
+SHAPES = [((8, 2), 128, 16), ((4, 4), 64, 32), ((3, 1), 128, 64)]
+
+
+@HOPPER
 @pytest.mark.parametrize("chunks", CHUNKS, ids=str)
-@pytest.mark.parametrize(("heads", "dim", "block"), [((8, 2), 128, 16), ((4, 4), 64, 32), ((3, 1), 128, 64)])
+@pytest.mark.parametrize(("heads", "dim", "block"), SHAPES)
 def test_both_prefill_kernels_agree(chunks, heads, dim, block):
-    """Odd chunks from odd positions; slots and blocks that no row may read hold NaN."""
+    """Odd chunks from odd positions."""
+    check_prefill(chunks, None, heads, dim, block)
+
+
+@HOPPER
+@pytest.mark.parametrize(("chunks", "shares"), GAPPED, ids=str)
+@pytest.mark.parametrize(("heads", "dim", "block"), SHAPES)
+def test_both_prefill_kernels_agree_where_rows_are_missing(chunks, shares, heads, dim, block):
+    g = torch.Generator().manual_seed(1)
+    drawn = zip(shares, chunks, strict=True)
+    check_prefill(chunks, [torch.randperm(n, generator=g)[: round(s * n)].sort().values.tolist() for s, (_, n) in drawn], heads, dim, block)
+
+
+@HOPPER
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_a_program_takes_many_tiles_one_after_another(share):
+    """Some fifteen for each multiprocessor, so that one group of warps may run ahead of the other from tile to tile; ten times alike."""
+    chunks = [(0, 2048)] * 4
+    g = torch.Generator().manual_seed(2)
+    kept = [torch.randperm(n, generator=g)[: round(share * n)].sort().values.tolist() for _, n in chunks]
+    check_prefill(chunks, kept, (32, 8), 128, 16, repeats=10)
+
+
+def check_prefill(chunks, kept, heads, dim, block, repeats=2):
+    """Both kernels on the same step; slots and blocks that no row may read hold NaN."""
     g = torch.Generator().manual_seed(0)
     lengths = [first + rows for first, rows in chunks]
     width = -(-max(lengths) // block) + 1
@@ -124,14 +160,15 @@ def test_both_prefill_kernels_agree(chunks, heads, dim, block):
     for row, length in enumerate(lengths):
         pool[tables[row, length // block], :, :, :, length % block :] = float("nan")
         tables[row, -(-length // block) :] = count
-    q = torch.randn(sum(rows for _, rows in chunks) + 3, heads[0], dim, generator=g).to(HALF).cuda()
-    pool, tables, *step = (t.cuda() for t in (pool, tables, *step_inputs([], chunks, padding_rows=3)))
+    step = step_inputs([], chunks, padding_rows=3, kept=kept)
+    q = torch.randn(step[0].numel(), heads[0], dim, generator=g).to(HALF).cuda()
+    pool, tables, *step = (t.cuda() for t in (pool, tables, *step))
     assert uses_hopper_kernel(q, pool, 0, 0.0, None) and not uses_hopper_kernel(q, pool, 5, 0.0, None)
     assert not uses_hopper_kernel(q, pool.to(torch.float8_e4m3fn), 0, 0.0, None)
     results = []
-    for config in (prefill_config(dim, 2), None, None):
+    for config in (prefill_config(dim, 2), *[None] * repeats):
         out = torch.full_like(q, float("nan"))
         launch_prefill(q, pool, 1, *step[:2], tables, *step[2:], out, 0, dim**-0.5, 0, 0.0, None, config=config)
         results.append(out)
     assert max_error(results[1], results[0]) < 2e-3  # both round their weights to fp16
-    assert torch.equal(results[1], results[2])
+    assert all(torch.equal(results[1], other) for other in results[2:])

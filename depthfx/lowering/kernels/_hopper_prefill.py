@@ -180,7 +180,11 @@ def _compute(
             tiles = gl.minimum((gl.maximum(last_position, 0) + KEYS) // KEYS, loaded)
             seen_by_all = gl.minimum((first_position + 1) // KEYS, tiles - 1)
             for _ in range(tiles, loaded):  # tiles that only the other group's rows see
+                # A stage is given back once for each time it was filled. Given back earlier, the arrival would count for the
+                # tile before, which the other group may still be reading.
+                mbarrier.wait(k_full.index(step % DEPTH), step // DEPTH & 1)
                 mbarrier.arrive(k_empty.index(step % DEPTH), count=1)
+                mbarrier.wait(v_full.index(step % DEPTH), step // DEPTH & 1)
                 mbarrier.arrive(v_empty.index(step % DEPTH), count=1)
                 step += 1
             q = q_tiles.index(turn % 2 * 2 + PART)
