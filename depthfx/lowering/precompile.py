@@ -124,6 +124,9 @@ class KernelWorkers:
 
     def __init__(self, report: CompileReport, enabled: bool) -> None:
         self._report, self._enabled = report, enabled
+        # Said aloud, it stays. Inductor moves the folder for the whole process with the first kernel that it makes itself, where the
+        # environment names none, and the workers would go on to fill the old one.
+        triton.knobs.cache.dir = triton.knobs.cache.dir
         self._processes: list[subprocess.Popen[str]] = []
         self._errors: Any = None
 

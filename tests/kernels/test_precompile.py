@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import triton
+
+from depthfx.lowering.precompile import KernelWorkers
+from depthfx.report import CompileReport
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,3 +38,14 @@ def test_a_variant_that_fails_is_listed_with_its_reason(tmp_path):
     assert facts["loaded"] == [True] * len(facts["before"])
     assert "left to their first launch: 1" in facts["lines"][1] and "no_such_kernel" in facts["lines"][1]
     assert all(facts["ended"])
+
+
+def test_inductor_does_not_move_the_cache_away_from_the_workers(monkeypatch):
+    """Inductor's own kernels, such as those of a skipper's policy, name a folder of Triton's cache where nobody has yet."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setitem(vars(triton.knobs.cache), "dir", "")
+    del triton.knobs.cache.dir
+    before = triton.knobs.cache.dir
+    KernelWorkers(CompileReport(), enabled=False)
+    assert os.environ.setdefault("TRITON_CACHE_DIR", "/elsewhere") == before  # as CachingAutotuner does
+    assert triton.knobs.cache.dir == before
