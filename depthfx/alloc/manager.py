@@ -123,10 +123,13 @@ class MemoryManager:
         """Whether ``num_tokens`` tokens of one request fit if nothing else is held."""
         return num_tokens <= self.max_request_tokens
 
-    def admit(self, request_id: str, token_ids: Sequence[int], salt: bytes = b"", headroom: int = 0) -> Admission | None:
+    def admit(
+        self, request_id: str, token_ids: Sequence[int], salt: bytes = b"", headroom: int = 0, num_alike: int | None = None
+    ) -> Admission | None:
         """Gives a request a table row and blocks for all of ``token_ids``; None, and no change, if there is no room.
 
-        Whole leading blocks with equal tokens and equal ``salt`` are shared, but at least one token is left to compute.
+        Whole leading blocks with equal tokens and equal ``salt`` are shared, but at least one token is left to compute, and so are all
+        behind the first ``num_alike`` (None: all are alike), whose KV is of another salt.
         ``headroom`` blocks must remain available afterwards. Units are lent where free and cached blocks do not suffice.
         Raises :class:`InternalError` if the request is admitted already.
         """
@@ -134,13 +137,14 @@ class MemoryManager:
             raise InternalError(f"request {request_id!r} is admitted twice; release it first")
         if not self._free_rows or not token_ids or not self.can_ever_fit(len(token_ids)):
             return None
-        reused = self._match(token_ids, salt)
+        alike = token_ids if num_alike is None else token_ids[: num_alike + 1]
+        reused = self._match(alike, salt)
         num_new = self._blocks_for(len(token_ids)) - len(reused)
         num_revived = sum(self._pool.is_cached(block) for block in reused)
         if num_new + headroom > self.num_available - num_revived:
             return None
         host = self.host
-        reload = NOTHING if host is None else host.match(token_ids, salt, reused, self.block_tokens)
+        reload = NOTHING if host is None else host.match(alike, salt, reused, self.block_tokens)
         if host is not None and not host.admits(request_id, len(reload.slots) + max(0, num_new - self._pool.num_free)):
             return None
         holder = _Holder(self._free_rows.pop(), salt, num_published=len(reused))

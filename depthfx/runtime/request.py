@@ -115,6 +115,16 @@ class Request:
         if self.num_uniform < 0 and state != self.state:
             self.num_uniform = start
 
+    def num_alike(self, answers_differ: bool) -> int:
+        """Leading tokens whose KV is of the prompt's depth: what an admission, also after a preemption, may find and reuse.
+
+        ``answers_differ``: routed rows of an answer are not what the same ones of a prompt are.
+        """
+        prompt, answer = self.routed
+        if not (prompt or answer) or (prompt and answer and not answers_differ and self.promoted_at <= self.num_prompt):
+            return len(self.token_ids)
+        return self.num_prompt if prompt else max(self.num_prompt, self.promoted_at)
+
     @property
     def num_sharable(self) -> int:
         """Leading tokens whose KV was computed under the state of the admission; what follows is nobody else's."""

@@ -280,8 +280,8 @@ class Scheduler:
             request = self._waiting[0]
             if not self._admit(request):
                 # Nothing else can run: a parked request makes room, or the waiting one might wait for ever.
-                parked = [r for r in self._running if r.status is Status.PARKED]
-                if not (idle and parked and not self._steps) or (request.full and not self.manager.num_lent_units):
+                parked, manager = [r for r in self._running if r.status is Status.PARKED], self.manager
+                if not (idle and parked and not self._steps) or (self.presses and manager.region and not manager.num_lent_units):
                     return
                 self._preempt(parked[-1])
                 continue
@@ -301,7 +301,8 @@ class Scheduler:
         state = state_of(precision, routed, self.route_reads, request.number)
         manager.may_lend = not (request.full or self._num_full_running)
         # One block of headroom for each running request, so that the newcomer is not preempted right away.
-        place = manager.admit(request.request_id, request.token_ids, state + request.salt, headroom=len(self._running))
+        alike = request.num_alike("is_prompt" in self.route_reads)
+        place = manager.admit(request.request_id, request.token_ids, state + request.salt, len(self._running), alike)
         if place is None:
             manager.may_lend = not self._num_full_running
             self._blocked = (request.request_id, manager.num_releases)

@@ -1,0 +1,74 @@
+"""Who makes room for whom, and what a preempted request finds again."""
+
+from __future__ import annotations
+
+import pytest
+
+from depthfx.records import Depth, SamplingParams
+from depthfx.runtime.request import Request
+from tests.families.harness import prompts
+from tests.runtime.test_elastic import elastic
+from tests.runtime.test_scheduler import build, drain, request, turn
+
+
+@pytest.mark.parametrize("least", ["fast", "full"])
+@pytest.mark.parametrize("sizes", [{"batch": 1}, {"num_blocks": 4}], ids=["row", "blocks"])
+def test_a_parked_request_makes_room_where_nothing_is_lent(sizes, least):
+    scheduler = build(**sizes)
+    scheduler.add(request("parked", [1] * 12, max_new=4, external=True))
+    turn(scheduler)
+    scheduler.add(request("asked", [2] * 8, max_new=2, min_precision=least))
+    assert drain(scheduler)["asked"] == [1, 1]
+
+
+def test_a_parked_request_ends_the_pressure_that_it_is():
+    """Nothing is lent, but all layers are fast for the blocks that it holds, and its caller waits for the other request."""
+    model = elastic(memory={"policy": "nested_resident", "high": 0.3, "low": 0.2}, kv_blocks=26)
+    engine = model.engine
+    long, asked = prompts((110, 18), seed=3)
+    parked = engine.add(long, SamplingParams(max_new_tokens=10, external=True))
+    while not engine.step():
+        pass
+    engine.add(asked, SamplingParams(max_new_tokens=8, min_precision="full"), request_id="asked")
+    for _ in range(40):
+        if any(output.finished for output in engine.step()):
+            break
+    else:
+        pytest.fail("it waits for ever")
+    assert engine.abort(parked)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("depth", "other", "first"),
+    [
+        (("dense", "routed"), ("dense", "dense"), 4),
+        (("routed", "dense"), ("routed", "routed"), 4),
+        (("routed", "routed"), ("routed", "routed"), 12),
+        (("dense", "dense"), ("dense", "dense"), 12),
+    ],
+)
+def test_a_preempted_answer_is_not_found_in_another_depth(depth: tuple[Depth, Depth], other: tuple[Depth, Depth], first: int):
+    """``other`` computes the same tokens, its answer in the depth of its prompt; ``first``: the token from which on a's are computed anew."""
+    scheduler = build(block_tokens=4)
+    for name, parts in (("a", depth), ("b", other)):
+        scheduler.add(Request(name, [1] * 4, SamplingParams(max_new_tokens=12), depth=parts))
+    for _ in range(9):
+        turn(scheduler)
+    scheduler._preempt(scheduler._requests["a"])
+    (chunk,) = (chunk for chunk in scheduler.plan().prefills if chunk.request_id == "a")
+    assert (chunk.start, chunk.is_prompt, chunk.routed) == (first, False, depth[1] == "routed")
+
+
+def test_a_promoted_answer_finds_what_was_dense():
+    scheduler = build(block_tokens=4)
+    for name in "ab":
+        scheduler.add(Request(name, [1] * 4, SamplingParams(max_new_tokens=16), depth=("dense", "auto" if name == "a" else "dense")))
+    for _ in range(6):
+        turn(scheduler)
+    scheduler._requests["a"].promote()  # from token 9 on
+    for _ in range(6):
+        turn(scheduler)
+    scheduler._preempt(scheduler._requests["a"])
+    (chunk,) = (chunk for chunk in scheduler.plan().prefills if chunk.request_id == "a")
+    assert (chunk.start, chunk.num_tokens, chunk.routed) == (8, 1, False)
