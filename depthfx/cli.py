@@ -88,7 +88,9 @@ def _add_skipper(commands: Any) -> None:
     check.add_argument("path", metavar="PATH", help="folder or .safetensors file of the skipper")
     check.add_argument("model", metavar="PATH_OR_smollm2", help="its base: folder in Hugging Face's layout, or smollm2")
     check.add_argument("--text", nargs="+", default=None, metavar="FILE", help="text or .jsonl files (default: Python's own help texts)")
-    check.add_argument("--tokens", type=_positive, default=2048, metavar="N", help="of the text (default 2048), in sequences of 256 at most")
+    check.add_argument(
+        "--tokens", type=_positive, default=2048, metavar="N", help="of the text (default 2048), in sequences of 256 at most"
+    )
     _add_device(check)
     check.set_defaults(run=_skipper_check)
 
