@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,7 +104,13 @@ class Runner:
         """
         with torch.autocast(self.device.type, enabled=False):
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                return self._launch(plan)
+                try:
+                    return self._launch(plan)
+                except BaseException:
+                    if self._stream is not None:
+                        with suppress(RuntimeError):  # the first error tells more
+                            self._stream.synchronize()  # nobody waits for this step, and the host buffers that it reads come round again
+                    raise
 
     def _launch(self, plan: StepPlan) -> Launched:
         if plan.saves or plan.loads:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 
 from depthfx.records import Chunk, KvShape, SamplingParams, StepInputs, StepPlan
 from depthfx.runtime.graphs import decode_buckets, greedy
-from depthfx.runtime.runner import Runner, RunnerShape
+from depthfx.runtime.runner import Program, Runner, RunnerShape
 from depthfx.runtime.staging import Staging, prefill_tiles
 
 CPU = torch.device("cpu")
@@ -95,7 +98,7 @@ class Echo:
         return torch.nn.functional.one_hot((inputs.token_ids + 1) % 100, 100).float()[inputs.logit_rows]
 
 
-def runner(program: Echo) -> Runner:
+def runner(program: Program) -> Runner:
     shape = RunnerShape(KvShape(1, 1, 4, 16, 4), 1, torch.float32, 4, 8, 10, 512, 100)
     return Runner(program, shape, CPU, ())
 
@@ -116,3 +119,27 @@ def test_table_writes_beyond_one_upload_are_applied_in_parts():
     writes = tuple((row, column, 10 * row + column) for row in range(8) for column in range(10))
     run.launch(StepPlan(0, (decode("a", 0, 0, 5),), (), writes))
     assert run.block_tables.flatten().tolist() == list(range(80))
+
+
+def test_what_a_failed_step_has_queued_is_waited_for(monkeypatch):
+    """It may still read a host buffer that the third step from here writes."""
+
+    class Stream:
+        num_waits = 0
+
+        def synchronize(self):
+            self.num_waits += 1
+            raise RuntimeError("the device is gone as well")
+
+    def broken(inputs: StepInputs) -> torch.Tensor:
+        raise ValueError("no kernel")
+
+    run, stream = runner(broken), Stream()
+    monkeypatch.setattr(run, "_stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with pytest.raises(ValueError, match="no kernel"):
+        run.launch(StepPlan(0, (decode("a", 0, 0, 5),), (), ()))
+    assert stream.num_waits == 1
+    monkeypatch.setattr(run, "program", Echo())
+    assert run.wait(run.launch(StepPlan(1, (decode("a", 0, 0, 5),), (), ()))).token_ids == (6,)
+    assert stream.num_waits == 1
