@@ -69,6 +69,7 @@ class ElasticControl:
         self._num_clean = 0  # units [0, _num_clean) are open to KV and were cleared
         self._calm_since: float | None = None
         self._retry_at = 0.0
+        self._pressed = False  # somebody waits for full precision: nothing is lent ahead of need
         self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
         self._failure = ""  # the last one, as text: tracebacks keep tensors alive
         self._versions = self._count_changes()
@@ -106,7 +107,7 @@ class ElasticControl:
         self.collect()
         if self.settings.policy == "static_fast":
             self.manager.lend(self.shared.layout.num_units)  # what `restore` brought back for a while
-        elif self.settings.high < 1.0 and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:
+        elif self.settings.high < 1.0 and not self._pressed and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:
             self.manager.lend()
 
     def after_plan(self) -> None:
@@ -129,7 +130,7 @@ class ElasticControl:
         ``idle``: there is no request left, so nothing is waited for.
         """
         self.collect()
-        now = self._clock()
+        now, self._pressed = self._clock(), False
         if now >= self._retry_at:
             self._retry()
         if waiting or not self._fits() or self.settings.policy == "static_fast" or now < self._retry_at:
@@ -145,6 +146,7 @@ class ElasticControl:
     def press(self, spare: int) -> None:
         """Restores every unit without which held and ``spare`` blocks have room, whatever the thresholds: somebody waits for full precision."""
         self.collect()
+        self._pressed = True
         if self._clock() >= self._retry_at:
             self._retry()
             per_unit = self.shared.layout.blocks_per_unit

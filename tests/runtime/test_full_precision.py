@@ -82,6 +82,26 @@ def test_a_stream_waits_for_copies_though_nothing_runs():
     engine.close()
 
 
+def test_nothing_is_lent_ahead_of_need_while_somebody_waits():
+    """What was brought back for the request that waits would go again before the next step, until the one before it has ended."""
+    model = elastic(memory={"high": 0.5, "low": 0.3})
+    engine, tokens, ended = model.engine, {}, False
+    long, asked = prompts((44, 18), seed=5)
+    engine.add(long, SamplingParams(max_new_tokens=30), request_id="long")
+    for _ in range(3):
+        engine.step()
+    assert engine.control.stats().num_lends and not all(engine._scheduler.precision)
+    engine.add(asked, SamplingParams(max_new_tokens=8, **FULL), request_id="asked")
+    while not ended:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            ended |= output.request_id == "asked" and output.finished
+    assert engine.has_unfinished() and len(tokens["long"]) < 20, "there is room for both"
+    assert tokens["asked"] == full_answers([asked], 8)[0]
+    finish(engine, tokens)
+    engine.close()
+
+
 def test_failing_copies_make_them_wait_and_end_nothing(monkeypatch):
     monkeypatch.setattr("depthfx.runtime.elastic.RETRY_SECONDS", 0.02)
     model = elastic()
