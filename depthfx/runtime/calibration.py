@@ -81,7 +81,7 @@ def load_costs(path: Path, identity: str) -> tuple[DepthCosts | None, str]:
         return _parsed(body["costs"]), f"depth costs: from {path.name[:12]}"
     except FileNotFoundError:
         return None, f"depth costs: nothing is kept under {path.name[:12]}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return None, f"depth costs: {path} is not used ({type(error).__name__}: {str(error)[:80]})"
 
 

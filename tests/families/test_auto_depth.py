@@ -216,7 +216,7 @@ def test_costs_are_kept_and_nothing_else_is_believed(tmp_path):
     body = json.loads(good)
     body["costs"]["bandwidth"] *= 2  # the digest does not fit
     digestless = json.dumps({k: v for k, v in json.loads(good).items() if k != "digest"})
-    for text in (json.dumps(body), digestless, good[:-40], "[]", "", good.replace('"format": 1', '"format": 2')):
+    for text in (json.dumps(body), digestless, good[:-40], "[]", "", "[" * 100_000, good.replace('"format": 1', '"format": 2')):
         path.write_text(text)
         found, line = load_costs(path, "me")
         assert found is None and "is not used" in line, text
