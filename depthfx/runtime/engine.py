@@ -141,6 +141,7 @@ class Engine:
         with self._state, self._booked():
             output = self._scheduler.push_token(request_id, value)
             self._counts.num_tokens += 1
+            self._tidy_memory()
             self._state.notify_all()
             return output
 

@@ -39,6 +39,18 @@ def test_a_parked_request_ends_the_pressure_that_it_is():
     engine.close()
 
 
+def test_the_last_pushed_token_gives_memory_back():
+    """No step follows it, so nobody else would."""
+    engine = elastic().engine
+    parked = engine.add(prompts((110,), seed=3)[0], SamplingParams(max_new_tokens=1, external=True))
+    while not engine.step():
+        pass
+    assert engine._scheduler.manager.num_lent_units and engine.push_token(parked, 5).finished
+    engine.control.shared.worker.wait_idle(5.0)
+    assert set(engine.precision().values()) == {"full"}
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("depth", "other", "first"),
     [
