@@ -82,9 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_skipper(commands: Any) -> None:
     skipper = commands.add_parser("skipper", help="look after a skipper's checkpoint")
-    check = skipper.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser(
-        "check", help="whether it is served as it was trained: forced actions, keys and values, every decision"
-    )
+    known = skipper.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    check = known.add_parser("check", help="whether it is served as it was trained: forced actions, keys and values, every decision")
     check.add_argument("path", metavar="PATH", help="folder or .safetensors file of the skipper")
     check.add_argument("model", metavar="PATH_OR_smollm2", help="its base: folder in Hugging Face's layout, or smollm2")
     check.add_argument("--text", nargs="+", default=None, metavar="FILE", help="text or .jsonl files (default: Python's own help texts)")
@@ -93,6 +92,16 @@ def _add_skipper(commands: Any) -> None:
     )
     _add_device(check)
     check.set_defaults(run=_skipper_check)
+    settle = known.add_parser("settle", help="write a skipper anew with another share of skipped rows, without training")
+    settle.add_argument("path", metavar="PATH", help="folder or .safetensors file of the skipper")
+    settle.add_argument("model", metavar="PATH_OR_smollm2", help="its base: folder in Hugging Face's layout, or smollm2")
+    settle.add_argument("--share", type=float, required=True, metavar="S", help="of routed rows that are to skip, between 0 and 1")
+    settle.add_argument("--text", nargs="+", required=True, metavar="FILE", help="text or .jsonl files, of those it was trained on")
+    settle.add_argument("--out", required=True, metavar="OUT", help="new folder")
+    settle.add_argument("--tokens", type=_positive, default=32768, metavar="N", help="of the text, from all of it (default 32768)")
+    settle.add_argument("--held-out", nargs="+", default=None, metavar="FILE", help="text to measure the result on (as many tokens)")
+    _add_device(settle)
+    settle.set_defaults(run=_skipper_settle)
 
 
 def _positive(text: str) -> int:
@@ -236,6 +245,25 @@ def _skipper_check(options: argparse.Namespace) -> int:
     found = check_skipper(Path(options.path), model, sequences, depthfx.compile)
     print("\n".join(found.lines()))
     return 0 if found.passed else 1
+
+
+def _skipper_settle(options: argparse.Namespace) -> int:
+    from depthfx.skippers.train import make_sequences, read_files, settle_checkpoint
+
+    model, tokenizer = load(options.model, *place(options))
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8192
+    length = max(2, min(512, options.tokens, context))
+    given, held_out = (
+        files and make_sequences(read_files(files), length, model, tokenizer).spread(-(-options.tokens // length))
+        for files in (options.text, options.held_out)
+    )
+    found, evaluation = settle_checkpoint(options.path, options.out, model, given, options.share, held_out)
+    print(f"{found.share:.1%} of routed rows skip, {found.began:.1%} before, over {found.tokens:,} tokens in {found.rounds} rounds")
+    if evaluation:
+        loss = f"{evaluation.loss:.4f} nats a token, {evaluation.base_loss:.4f} without skipping"
+        print(f"held out: {loss}; {evaluation.skipped_share:.1%} of routed rows skip, {evaluation.agreement:.1%} of likeliest tokens agree")
+    print(f"{options.out} written")
+    return 0
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -61,6 +61,16 @@ def load_flexidepth(path: Path, shape: ModelShape, gate_mode: str | None = None,
     return Skipper(layers, routers, adapters, GATES[mode], SAVED)  # type: ignore[arg-type]
 
 
+def stored_training(path: Path) -> tuple[dict[str, Any], torch.dtype]:
+    """The record of training in ``path``'s config, empty where there is none, and the dtype of its first tensor."""
+    source = _open(path)
+    record = source.say("training", {})
+    if not isinstance(record, dict):
+        raise SkipperError(f"{path}: training is {record!r}; expected an object, or none")
+    layer = min(source.found)
+    return record, source.files.get(source.found[layer][min(source.found[layer])]).dtype
+
+
 def check_flexidepth(skipper: Skipper) -> None:
     """Raises :class:`SkipperError` for a skipper of other parts than FlexiDepth's router and adapter, which no file can hold."""
     for i, router, adapter in zip(skipper.layers, skipper.policies, skipper.projectors, strict=True):

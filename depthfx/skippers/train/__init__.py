@@ -8,10 +8,12 @@ from depthfx.skippers.train.own_chats import make_own_chats
 from depthfx.skippers.train.routing import routed_training
 from depthfx.skippers.train.sequences import Sequences, documents, make_sequences
 from depthfx.skippers.train.settings import RELEASED, STE_HARD, Stage, TrainSettings
+from depthfx.skippers.train.settle import Settled, settle_checkpoint, settle_skipper
 from depthfx.skippers.train.text_files import find_files, read_files, split_files
 from depthfx.skippers.train.trainer import TrainResult, train_skipper
 
 __all__ = [
-    "RELEASED", "STE_HARD", "Evaluation", "Sequences", "Stage", "TrainResult", "TrainSettings", "documents", "evaluate_skipper", "find_files",
-    "make_own_chats", "make_sequences", "plot_metrics", "read_files", "read_metrics", "routed_training", "split_files", "train_skipper",
+    "RELEASED", "STE_HARD", "Evaluation", "Sequences", "Settled", "Stage", "TrainResult", "TrainSettings", "documents", "evaluate_skipper",
+    "find_files", "make_own_chats", "make_sequences", "plot_metrics", "read_files", "read_metrics", "routed_training", "settle_checkpoint",
+    "settle_skipper", "split_files", "train_skipper",
 ]  # fmt: skip

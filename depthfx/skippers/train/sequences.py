@@ -34,6 +34,11 @@ class Sequences:
         """The first ``count`` of them, or all where there are fewer."""
         return Sequences(self.ids[:count], self.targets[:count], self.lengths[:count])
 
+    def spread(self, count: int) -> Sequences:
+        """``count`` of them at even distances, or all where there are fewer."""
+        chosen = torch.linspace(0, len(self) - 1, min(count, len(self)), dtype=torch.float64).long()
+        return Sequences(self.ids[chosen], self.targets[chosen], self.lengths[chosen])
+
     def take(self, indices: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids and labels (int64) and which tokens are real (bool) of some sequences, ``[n, S]`` on ``device``."""
         ids = self.ids[indices].long()

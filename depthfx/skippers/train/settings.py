@@ -83,6 +83,12 @@ class TrainSettings:
     controller_memory: float = 0.7  # of the running mean of the skip share
     # Share of the way that the biases of the routers' heads are moved, all by the same, to where this step would have met the target.
     controller_shift: float = 0.0
+    controller_fade: bool = (
+        True  # in the last stage that share falls with the learning rate, so that the end does not hang on its last batches
+    )
+    # Sequences of the last stage by which, after its last step, the biases are moved until the target is met; 0: they stay. Without a
+    # `target_skip`, or with routers whose heads have no bias, nothing is moved either.
+    settle_sequences: int = 64
 
     # the run
     log_every: int = 10  # steps
@@ -99,7 +105,10 @@ class TrainSettings:
             raise SettingError(f"decision={self.decision!r} is not known; allowed: {', '.join(get_args(Kind))}")
         for name in ("batch_size", "micro_batch", "log_every", "evaluate_every", "checkpoint_every"):
             _whole(name, getattr(self, name), least=1)
-        _whole("seed", self.seed, least=0)
+        for name in ("seed", "settle_sequences"):
+            _whole(name, getattr(self, name), least=0)
+        if type(self.controller_fade) is not bool:
+            raise SettingError(f"controller_fade={self.controller_fade!r} is not allowed; give True or False")
         for name in ("eps", "clip", "distill_temperature", "max_penalty"):
             _within(name, getattr(self, name), 0, math.inf, above=True)
         for name in ("weight_decay", "router_rate", "lm", "distill", "controller_gain", "controller_rate"):

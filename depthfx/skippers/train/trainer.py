@@ -7,6 +7,7 @@ schedule. So a run that is stopped anywhere and started again goes on from its l
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -29,8 +30,11 @@ from depthfx.skippers.train.metrics import Metrics
 from depthfx.skippers.train.routing import Routing, routed_training
 from depthfx.skippers.train.sequences import IGNORED, Sequences
 from depthfx.skippers.train.settings import Controller, Stage, TrainSettings, learning_rate, offset_of, start_controller, target_share
+from depthfx.skippers.train.settle import Settled, settle
 from depthfx.skippers.train.state_file import load_state, save_state
 from depthfx.skippers.train.workers import Workers
+
+log = logging.getLogger("depthfx.train")
 
 STATE, METRICS, RESULT = "state.pt", "metrics.jsonl", "skipper"
 # Settings that may differ where a run goes on: the numbers do not follow from them, but for the order of sums.
@@ -108,6 +112,7 @@ class _Run:
         self.stage = self.step = self.done = self.tokens = 0
         self.controller = start_controller(settings.stages[0], settings)
         self.evaluation: Evaluation | None = None
+        self.settled: Settled | None = None
         self.steps = [_steps_of(s, len(data[s.name]), settings.batch_size) for s in settings.stages]
         self._orders: dict[tuple[int, int], list[int]] = {}
         self._name = self._describe()
@@ -125,6 +130,8 @@ class _Run:
                 metrics.advance(record["lm"], record["skipped_share"])
                 if last or self.done % settings.log_every == 0:
                     metrics.add(record)
+                if last and self.stage + 1 == len(settings.stages):
+                    self._settle(metrics)
                 if self.held_out is not None and (last or self.done % settings.evaluate_every == 0):
                     self.evaluation = evaluate(self.model, self.routing, self.held_out, settings.micro_batch, self.workers)
                     metrics.add({"kind": "evaluation", "step": self.done, "stage": stage.name, **as_record(self.evaluation)})
@@ -137,6 +144,19 @@ class _Run:
                     on_step(record)
         finally:
             metrics.close()
+
+    def _settle(self, metrics: Metrics) -> None:
+        """Put the share of skipped rows where it was to be: what the last step left is the noise of one batch."""
+        settings, last = self.settings, self.settings.stages[-1].name
+        if settings.target_skip is None or not settings.settle_sequences or any(b is None for b in self.biases):
+            return
+        given = self.data[last].spread(settings.settle_sequences)
+        dtype = next(self.model.parameters()).dtype
+        self.settled = settle(self.model, self.routing, given, settings.target_skip, settings.micro_batch, self.workers, dtype)
+        metrics.add({"kind": "settled", "step": self.done, "stage": last, **asdict(self.settled)})
+        if not self.settled.met:
+            log.warning("%.1f %% of routed rows skip, not %.1f %%: too many have the same logit to put the share anywhere between",
+                        100 * self.settled.share, 100 * settings.target_skip)  # fmt: skip
 
     def _step(self, stage: Stage) -> dict[str, Any]:
         """One optimiser step; returns its record."""
@@ -196,9 +216,12 @@ class _Run:
         """Towards the target share: the penalty of the next step, and at once the biases of all routers."""
         self.controller.update(skipped, self.settings, self._risen())
         if self.settings.target_skip is not None and self.settings.controller_shift:
+            shift, stage = self.settings.controller_shift, self.settings.stages[self.stage]
+            if self.settings.controller_fade and self.stage + 1 == len(self.settings.stages):
+                shift *= learning_rate(stage, self.step, self.steps[self.stage]) / stage.learning_rate
             with torch.no_grad():
                 for bias in self.biases:
-                    bias -= self.settings.controller_shift * offset
+                    bias -= shift * offset
 
     def _risen(self) -> float:
         return target_share(self.settings, self.stage, self.step, self.steps[self.stage])
@@ -242,6 +265,7 @@ class _Run:
                 "scaler": self.scaler.state_dict(), "controller": asdict(self.controller),
                 "place": [self.stage, self.step, self.done, self.tokens], "random": [torch.get_rng_state(), *cuda],
                 "evaluation": None if self.evaluation is None else as_record(self.evaluation),
+                "settled": None if self.settled is None else asdict(self.settled),
             })  # fmt: skip
         self.workers.wait()
 
@@ -267,6 +291,7 @@ class _Run:
         self.scaler.load_state_dict(state["scaler"])
         self.controller = Controller(**state["controller"])
         self.stage, self.step, self.done, self.tokens = state["place"]
+        self.settled = Settled(**found) if (found := state.get("settled")) else None
         torch.set_rng_state(state["random"][0])
         if self.device.type == "cuda" and len(state["random"]) == 1 + torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["random"][1:])
@@ -295,6 +320,7 @@ def _save_result(skipper: Skipper, folder: Path, model: nn.Module, run: _Run, na
         "settings": asdict(run.settings), "steps": run.done, "tokens": run.tokens, "processes": run.workers.count,
         "data": {s.name: run.data[s.name].digest() for s in run.settings.stages}, "torch": torch.__version__,
         "evaluation": None if run.evaluation is None else as_record(run.evaluation),
+        "settled": None if run.settled is None else asdict(run.settled),
     }  # fmt: skip
     new = folder / f"{name}.new"
     try:
