@@ -209,7 +209,7 @@ def _assemble(
         engine.never_full = "weights='fp8' were rounded for good"
     if routes is not None and settings.depth == "auto":
         with report.timed("measure depth"):
-            key = program_key(model, settings, "cuda" if device.type == "cuda" else "cpu", skipper)
+            key = _costs_key(model, settings, "cuda" if device.type == "cuda" else "cpu", skipper)
             blocks = num_blocks if region is None else region.layout.num_base_blocks
             costs = depth_costs(runner, blocks, scheduler.precision, cache_dir(settings), key, settings.depth_rule, report)
         scheduler.depth = DepthControl(costs, settings.depth_rule)
@@ -218,6 +218,11 @@ def _assemble(
         close_with(engine, shared.resources)
     refills = [p.refill_tables for p in (program, program.routed) if p is not None]
     return engine, WeightWatch(model, [*refills, engine.weights_changed], skipper), program.kv_shape.block_bytes
+
+
+def _costs_key(model: PreTrainedModel, settings: Settings, target: str, skipper: Skipper | None) -> str:
+    """What the time of a step follows from: the program, and of the settings that no pass reads those that say how it is run."""
+    return repr((program_key(model, settings, target, skipper), settings.inductor, settings.weight_offload_gib))
 
 
 def _share(program: Program, num_blocks: int, settings: Settings, device: torch.device, report: CompileReport) -> SharedMemory | None:

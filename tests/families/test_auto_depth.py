@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import depthfx
+from depthfx.api import _costs_key
 from depthfx.errors import InvalidRequestError, SettingError
 from depthfx.records import SamplingParams
 from depthfx.runtime.calibration import load_costs, measure, save_costs
@@ -240,3 +241,11 @@ def test_a_second_compilation_reads_them(tmp_path):
     third = again()
     assert "is not used" in third.explain() and "measured in" in third.explain()
     assert torch.equal(first.model.embed_tokens.weight, third.model.embed_tokens.weight)
+
+
+def test_steps_that_are_run_otherwise_have_other_costs():
+    """One program: with and without Inductor, or with weights that are read over the link."""
+    model = build("llama")
+    ways = ({}, {"inductor": False}, {"weight_offload_gib": 1.0})
+    keys = [_costs_key(model, depthfx.Settings(**way), "cpu", None) for way in (*ways, {"depth_rule": "paper"}, {"check": True})]
+    assert len(set(keys[:3])) == 3 and keys[3] == keys[4] == keys[0]
