@@ -374,8 +374,8 @@ class PrecisionSwitch:
             self._full, self._calm_since = False, None
 
     def _is_high(self) -> bool:
-        share = self.manager.held_blocks / self.manager.num_blocks
-        return share >= min(self.settings.high, 1.0 - 1.0 / self.manager.num_blocks)
+        held = self.manager.held_blocks
+        return held > 0 and held / self.manager.num_blocks >= min(self.settings.high, 1.0 - 1.0 / self.manager.num_blocks)
 
     def press(self, spare: int) -> None:
         """Full at once below ``high``."""

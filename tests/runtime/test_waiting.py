@@ -39,6 +39,13 @@ def test_a_parked_request_ends_the_pressure_that_it_is():
     engine.close()
 
 
+def test_an_empty_cache_of_one_block_is_no_pressure():
+    engine = elastic(memory={"policy": "nested_resident"}, kv_blocks=1).engine
+    engine.add([5, 6], SamplingParams(max_new_tokens=2, min_precision="full"))
+    assert any(output.finished for _ in range(10) for output in engine.step()), "it waits for ever"
+    engine.close()
+
+
 def test_the_last_pushed_token_gives_memory_back():
     """No step follows it, so nobody else would."""
     engine = elastic().engine
