@@ -67,7 +67,9 @@ class RouteLog:
     def depth_map(self, request_id: str) -> torch.Tensor:
         """Int8 ``[places, tokens]`` of a recorded request: 1 RUN, 0 Project-Only, -1 not routed. Raises :class:`InvalidRequestError`."""
         if request_id not in self._maps:
-            raise InvalidRequestError(f"request {request_id!r} was not recorded; call engine.routes.record() before it is added")
+            raise InvalidRequestError(
+                f"request {request_id!r} was not recorded: it is unknown, dense, or older than the last call of engine.routes.record()"
+            )
         found = self._maps[request_id]
         result = np.full((len(self.layers), max(found) + 1), -1, dtype=np.int8)
         for position, column in found.items():
