@@ -283,6 +283,7 @@ class Machine(RuleBasedStateMachine):
                 assert {(block - BASE) // PER_UNIT for block in whole} & (set(range(self.num_open)) | self.restoring)
 
 
+@pytest.mark.timeout(120 + OPERATIONS // 100)
 def test_manager_agrees_with_the_model():
     """The machine asserts in each of its rules and in its invariant; derandomized, so a failure repeats."""
     Machine.num_operations, Machine.num_seen = 0, {}
