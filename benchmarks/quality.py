@@ -123,6 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default=None, help="of the activations; default float16 on CUDA, float32 on a CPU")
     parser.add_argument("--skipper", type=Path, help="measure this skipper of SmolLM2, a folder, instead of kinds of weights")
     parser.add_argument("--before", type=Path, help="with --skipper: the result of its first stage alone")
+    parser.add_argument("--thresholds", type=float, nargs="*", default=list(quality_depth.THRESHOLDS), help="with --skipper: of the curve")
     parser.add_argument("--no-served", action="store_true", help="with --skipper: plain PyTorch only")
     parser.add_argument("--name", default="", help="with --skipper: of the text, for the names of the results")
     return parser.parse_args()

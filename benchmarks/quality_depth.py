@@ -20,11 +20,11 @@ import depthfx
 from depthfx.contracts import Decision, Policy, Rows, Skipper
 from depthfx.skippers import load_skipper, make_skipper
 from depthfx.skippers.policies.random_skip import MODULUS, hash_of
-from depthfx.skippers.train import routed_training
+from depthfx.skippers.train import Sequences, routed_training, settle_skipper
 
 COLUMNS = ["arm", "threshold", "skipped %", "of all %", "work %", "perplexity", "vs base %", "KL", "agreement %", "flips"]
 THRESHOLDS = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.97)
-_BATCH = 8  # windows of one forward in plain PyTorch
+_BATCH = 4  # windows of one forward in plain PyTorch
 
 
 class Chance(Policy):
@@ -92,19 +92,21 @@ class Depth:
         self.windows = torch.tensor(windows, device=model.device)
         self.rows: list[dict[str, Any]] = []
         self.base_perplexity: float | None = None
+        self.base: dict[int, torch.Tensor] = {}  # logits of the model itself, by place of the batch
 
     @torch.no_grad()
-    def plain(self, skipper: Skipper, count: int | None = None) -> tuple[Score, torch.Tensor]:
-        """The skipper in plain PyTorch on the first ``count`` windows; its score, and all actions bool ``[windows, places, S]``."""
+    def plain(self, skipper: Skipper) -> tuple[Score, torch.Tensor]:
+        """The skipper in plain PyTorch; its score, and all actions bool ``[windows, places, S]``."""
         score, actions = Score(), []
         kind: Any = "hard" if skipper.gate == "mlp" else "straight_through"
         with routed_training(self.model, skipper, kind) as routing, routing.served():
-            for ids in self.windows[:count].split(_BATCH):
-                with routing.off():
-                    base = self.model(input_ids=ids, use_cache=False).logits
+            for place, ids in enumerate(self.windows.split(_BATCH)):
+                if place not in self.base:
+                    with routing.off():
+                        self.base[place] = self.model(input_ids=ids, use_cache=False).logits
                 ours = self.model(input_ids=ids, use_cache=False).logits
                 actions.append(torch.stack(routing.actions, 1).cpu())
-                score.add(base, ours, ids, [int((~a).sum()) for a in routing.actions])
+                score.add(self.base[place], ours, ids, [int((~a).sum()) for a in routing.actions])
         return score, torch.cat(actions)
 
     def add(self, arm: str, score: Score, skipper: Skipper | None, threshold: float | None = None) -> None:
@@ -142,14 +144,11 @@ def with_threshold(skipper: Skipper, threshold: float) -> Skipper:
     return found
 
 
-def threshold_for(depth: Depth, skipper: Skipper, share: float) -> float:
-    """The threshold at which about ``share`` of the routed rows skip, by bisection of its logit on some of the windows."""
-    low, high = -8.0, 8.0
-    for _ in range(10):
-        middle = (low + high) / 2
-        found, _ = depth.plain(with_threshold(skipper, 1 / (1 + math.exp(-middle))), 4 * _BATCH)
-        low, high = (middle, high) if found.share < share else (low, middle)
-    return 1 / (1 + math.exp(-(low + high) / 2))
+def at_share(depth: Depth, skipper: Skipper, share: float) -> Skipper:
+    """A copy that is settled on some of the windows, so that about ``share`` of the routed rows skips."""
+    found, ids = copy.deepcopy(skipper), depth.windows[: 4 * _BATCH].cpu().int()
+    settle_skipper(depth.model, found, Sequences(ids, torch.ones_like(ids).bool(), torch.full((len(ids),), ids.shape[1])), share, _BATCH)
+    return found
 
 
 def controls(depth: Depth, skipper: Skipper, score: Score) -> None:
@@ -201,10 +200,10 @@ def measure_skipper(args: Any, windows: list[list[int]], fresh: Callable[[], Any
     if args.before:
         before = load_skipper(args.before, depth.model)
         depth.add("stage one", depth.plain(before)[0], before, 0.5)
-        threshold = threshold_for(depth, before, score.share)
-        depth.add("stage one, same share", depth.plain(with_threshold(before, threshold))[0], before, threshold)
+        before = at_share(depth, before, score.share)
+        depth.add("stage one, same share", depth.plain(before)[0], before, 0.5)
     controls(depth, skipper, score)
-    for threshold in THRESHOLDS:
+    for threshold in args.thresholds:
         if threshold != 0.5:
             depth.add("skipper, other threshold", depth.plain(with_threshold(skipper, threshold))[0], skipper, threshold)
     if not args.no_served:

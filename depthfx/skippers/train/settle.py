@@ -9,6 +9,7 @@ handed to the next, as the spacing of one dtype's numbers may be a large part of
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +30,11 @@ from depthfx.skippers.train.routing import Routing, routed_training
 from depthfx.skippers.train.sequences import Sequences
 from depthfx.skippers.train.workers import Workers
 
+log = logging.getLogger("depthfx.train")
+
 TOLERANCE = 0.01  # of the share, absolute
-_ENOUGH = 0.0025  # no further round
-_ROUNDS = 10
+_ENOUGH = 0.005  # no further round
+_ROUNDS = 8
 _SPREAD = 1.0  # of logits, at least, where heads may be scaled
 _LARGEST = 4096.0  # number in a scaled head
 
@@ -97,6 +100,7 @@ def settle(
         _set_biases(heads, wanted := [b - offset for b in exact], dtype)
         logits, now = _measure(model, routing, sequences, micro_batch, workers)
         rounds += 1
+        log.info("round %d: %.2f %% of routed rows skip", rounds, 100 * now)
         if abs(now - share) < abs(best[0] - share):
             best = now, wanted, offset
     _set_biases(heads, best[1], dtype)
