@@ -192,8 +192,8 @@ def measure_skipper(args: Any, windows: list[list[int]], fresh: Callable[[], Any
     """All arms, the table, its JSON and the curve."""
     depth = Depth(fresh(), windows)
     skipper = load_skipper(args.skipper, depth.model)
-    everything, _ = depth.plain(with_threshold(skipper, 0.0))
-    assert everything.share == 0 or skipper.gate == "mlp", "at threshold 0 every row runs"
+    everything, _ = depth.plain(with_threshold(skipper, -1.0))  # a weight may be rounded to 0
+    assert everything.share == 0 or skipper.gate == "mlp", "below threshold 0 every row runs"
     depth.add("base" if skipper.gate == "hard" else "all run", everything, None)
     score, actions = depth.plain(skipper)
     depth.add("skipper", score, skipper, 0.5)
