@@ -1,7 +1,7 @@
 """Train a small skipper for SmolLM2, then serve it.
 
 Without arguments a few short steps on the language reference that every Python carries (`pydoc_data`), which shows how it is done and
-trains nothing worth having. The skipper that depthfx ships comes from the preset `smollm2`: a GPU, some minutes, the sources of Python's
+trains nothing worth having. A real one for SmolLM2 comes from the preset `smollm2`: a GPU, some minutes, the sources of Python's
 documentation (Debian's package python3.11-doc has them below html/_sources) and chats that the model makes up itself:
 
     python examples/train_skipper.py --preset smollm2 --texts /usr/share/doc/python3.11/html/_sources --out RUN
