@@ -2,13 +2,12 @@
 # make demo      SmolLM2 answers eight questions at once, compared with Hugging Face in the same run
 # make check     lint, formatting, types, house rules
 # make readme    write the README's explain() block anew, from a run
-# make skipper   train the skipper of SmolLM2 that is shipped, on a GPU, with the interpreter at hand; TEXTS: Python's documentation
+# make skipper   train a skipper for SmolLM2 on a GPU, with the interpreter at hand; TEXTS: Python's documentation
 # make gpu-test  the GPU tests with the interpreter at hand (no installation, no network)
 # make gpu-bench BENCH=decode   a script of benchmarks/, likewise
 
 PYTHON ?= python3
 VENV   ?= .venv
-# Nothing is compiled to bytecode in advance: of eleven thousand files most are never imported.
 # Installed first, where there is no torch yet: a range would fetch the newest CUDA build.
 TORCH  ?= torch==2.13.0
 JOBS   ?= 2
@@ -28,6 +27,7 @@ help:
 
 install: $(STAMP)
 
+# Nothing is compiled to bytecode in advance: of eleven thousand files most are never imported.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"

@@ -108,7 +108,7 @@ def show_skipping(
     """The same questions once more with a skipper: how many layers its tokens left out, its pace, and how far the answers are the same."""
     import depthfx
 
-    print("\nNow the same with the shipped skipper, which lets each token leave out layers ...\n", file=out, flush=True)
+    print("\nNow the same with the skipper in the package, which lets each token leave out layers ...\n", file=out, flush=True)
     loaded, tokenizer = load_smollm2(dtype, device)
     prompts = [chat_ids(tokenizer, q) for q in questions]
     needed = sum((len(p) + max_new_tokens) // 16 + 2 for p in prompts)

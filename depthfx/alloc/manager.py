@@ -290,7 +290,7 @@ class MemoryManager:
         """Empties a lent unit: moves its held blocks to lower blocks that nobody holds; returns (source, target) pairs.
 
         Nothing is moved if more than ``limit`` blocks are held or too few lower ones are not; cached blocks make room where
-        free ones do not suffice. No step may be outstanding, and the caller copies the blocks before the next one is launched:
+        free ones do not suffice. The caller copies the blocks behind every launched step and before the next one is launched:
         no target is a source. Takes time for each held and cached block.
         """
         region = self._shared()

@@ -14,10 +14,10 @@ what is left are races, and each has an event that prevents it:
 
 The queue holds at most ``max_in_flight`` chunks (8 of 4 MiB: about 0.6 ms of the link), which bounds what a cancelled unit still costs. The
 copy engine is the restore's alone: it serves no other stream while this one has a chunk queued, so a step must not copy anything to the
-device by it (`depthfx.runtime.host_ring` has the way past). Half of the chunks are
-issued at a time, so that the link has work while the thread comes back, and with one event for all. In between the thread sleeps in that
-event, and the driver wakes it by an interrupt. The thread is one of ``alloc/copier``: it has nothing to do with the interpreter, so it takes
-its lock from nobody, least of all from the thread that serves. Nothing may be submitted while a graph is captured.
+device by it (`depthfx.runtime.host_ring` has the way past). Half of the chunks are issued at a time, so that the link has work while the
+thread comes back, and with one event for all. In between the thread sleeps in that event, and the driver wakes it by an interrupt. The
+thread is one of ``alloc/copier``: it has nothing to do with the interpreter, so it takes its lock from nobody, least of all from the thread
+that serves. Nothing may be submitted while a graph is captured.
 """
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ launch, so captured graphs and later launches agree. A file that is broken, fore
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from depthfx.lowering.kernel_spec import device_sms
 from depthfx.lowering.kernels._stream_config import Product, StreamConfig, config_fault, use_tiles
 from depthfx.report import CACHES, CompileReport
+from depthfx.whole_file import write_whole
 
 VERSION = 1  # raise it when the file or the streaming kernel changes: what was timed before is then void
 
@@ -62,15 +61,7 @@ def save_tiles(folder: Path, kind: DeviceKind, tiles: Tiles) -> Path:
     path = tile_file(folder, kind)
     rows = [[*product, *astuple(config)] for product, config in sorted(tiles.items())]
     body = {"version": VERSION, "device": kind.name, "multiprocessors": kind.num_sms, "tiles": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(body, file, indent=1)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, json.dumps(body, indent=1))
     return path
 
 

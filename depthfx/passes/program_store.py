@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from depthfx.passes.graph_data import NotPlainError, from_data, to_data
 from depthfx.records import KvShape
 from depthfx.report import CACHES, CompileReport
 from depthfx.settings import Settings, cache_dir
+from depthfx.whole_file import write_whole
 
 _FORMAT = 1
 # Example numbers of rows, as in the capture; they only have to differ from each other and from 0 and 1.
@@ -73,15 +72,7 @@ def save_program(path: Path, gm: fx.GraphModule, ctx: PassContext, sections: dic
     """Write the program in one step, so that a reader sees all of it or nothing; says in the report where it cannot."""
     try:
         body = json.dumps(_plain(gm, ctx, sections))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(f"{_FORMAT} {_digest(body)}\n{body}")
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, f"{_FORMAT} {_digest(body)}\n{body}")
     except NotPlainError as error:
         ctx.report.add(CACHES, f"program cache: not kept: the program holds {error}, which plain data cannot name")
     except OSError as error:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -26,6 +24,7 @@ from depthfx.report import CACHES, CompileReport
 from depthfx.runtime.depth_control import DepthCosts, StepCost, explain_costs
 from depthfx.runtime.runner import Runner
 from depthfx.settings import DepthRule
+from depthfx.whole_file import write_whole
 
 _FORMAT = 1
 _SECONDS = 0.45  # of measuring; what has begun is ended, buckets between the smallest and the largest are left out then
@@ -90,15 +89,7 @@ def save_costs(path: Path, identity: str, costs: DepthCosts) -> str:
     plain = asdict(costs)
     body = {"format": _FORMAT, "identity": identity, "digest": _digest(json.loads(json.dumps(plain))), "costs": plain}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(body, file, indent=1)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, json.dumps(body, indent=1))
     except OSError as error:
         return f"; not kept: {error}"
     return ""

@@ -28,7 +28,8 @@ def upload_words(target: torch.Tensor, source: torch.Tensor) -> None:
     for name, tensor in (("target", target), ("source", source)):
         if tensor.dtype is not torch.int32 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != target.numel():
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; give contiguous int32 words, as many as the target has")
+    if not target.numel():
+        return
     if target.device.type == "cuda" and not source.is_pinned():
         raise ValueError(f"source is {source.device} memory that is not pinned; a kernel can read pinned host memory alone")
-    if target.numel():
-        _upload_kernel[(triton.cdiv(target.numel(), _BLOCK),)](source, target, target.numel(), BLOCK=_BLOCK, num_warps=4)
+    _upload_kernel[(triton.cdiv(target.numel(), _BLOCK),)](source, target, target.numel(), BLOCK=_BLOCK, num_warps=4)
