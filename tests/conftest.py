@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,7 +13,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel file is imported
 
-torch.manual_seed(0)
+SEED = 0
 
 # Files that take longest, so that no process is left alone with one of them at the end. The first makes the copy of SmolLM2 that others read.
 LONG = (
@@ -34,8 +35,26 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
 
 
+def pytest_report_header():
+    return f"seed of every module and of every test: {SEED}"
+
+
 @pytest.fixture(autouse=True, scope="module")
-def old_objects_are_left_alone():
-    """A full collection takes a second once torch and the models of earlier files are on the heap, and much of what is tested asks for one."""
+def module_starts_alike():
+    """One seed, whatever ran before in this process. Old objects are left alone: a full collection takes a second once torch and the
+    models of earlier files are on the heap, and much of what is tested asks for one.
+    """
+    seed_all()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def test_starts_alike(module_starts_alike):
+    """One seed for a test run alone, among others or in another order."""
+    seed_all()
+
+
+def seed_all():
+    torch.manual_seed(SEED)
+    random.seed(SEED)
