@@ -57,8 +57,10 @@ class MemoryControl(Protocol):
     def after_commit(self, waiting: bool, idle: bool) -> None:
         """Gives back what is not needed."""
 
-    def press(self, spare: int) -> None:
-        """Instead of `after_commit` while somebody waits for full precision: brings back what leaves room for held and ``spare`` blocks."""
+    def press(self, spare: int) -> str:
+        """Instead of `after_commit` while somebody waits for full precision: brings back what leaves room for held and ``spare`` blocks.
+
+        Returns why who waits should give up, or ""."""
 
     def wait(self, seconds: float) -> None:
         """Nothing can run before what was pressed for is back: waits for it, at most so long. Called without the engine's lock."""

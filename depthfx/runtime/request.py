@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, get_args
 
-from depthfx.errors import InvalidRequestError, RequestTooLargeError, SettingError
+from depthfx.errors import InvalidRequestError, NonFiniteLogitsError, RequestTooLargeError, RestoreError, SettingError
 from depthfx.records import Depth, MinPrecision, SamplingParams
 
 if TYPE_CHECKING:
@@ -226,6 +226,12 @@ def check_sampling(sampling: SamplingParams) -> None:
             raise InvalidRequestError(f"sampling parameter {name}={value!r} must be {allowed}; change it in the request's SamplingParams")
 
 
+def check_streamable(sampling: SamplingParams | None) -> None:
+    """Raises :class:`InvalidRequestError` for a request whose tokens are picked outside."""
+    if sampling is not None and sampling.external:
+        raise InvalidRequestError("external=True: a stream cannot wait for tokens from outside; use add(), step() and push_token()")
+
+
 def check_full(sampling: SamplingParams, never: str, wanted: bytes) -> None:
     """Raises :class:`InvalidRequestError` if ``min_precision="full"`` cannot be had: ``never`` says why no layer ever is full, ``wanted`` has
     the entries that the user allows to be full."""
@@ -240,6 +246,22 @@ def check_still_full(wanted: bytes, num_full: int) -> None:
         raise InvalidRequestError(
             f"set_precision: {num_full} unfinished requests ask for min_precision='full', so no layer may be fast; let them end first"
         )
+
+
+def not_finite(request: Request) -> NonFiniteLogitsError:
+    """Why a request ends whose logits are not numbers."""
+    return NonFiniteLogitsError(
+        f"request {request.request_id!r} got NaN logits for token {len(request.output_ids)} of its output; logits must be numbers: "
+        "check the weights, the dtype and the prompt"
+    )
+
+
+def never_full(request: Request, why: str) -> RestoreError:
+    """Why a request ends that waited for full precision."""
+    return RestoreError(
+        f"request {request.request_id!r} asks for min_precision='full', but {why}; ask again later, or without min_precision: "
+        "such requests are served in fast precision meanwhile"
+    )
 
 
 def _is_depth(depth: object) -> bool:
