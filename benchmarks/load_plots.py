@@ -8,10 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from plots import COLOURS, OWNERS
+from depthfx.memory_picture import BANDS, COLOURS, OWNERS
 
 MOST = 400  # samples of a course that are kept and drawn
-BANDS = {"fast": "#f2b134", "mixed": "#f7dfa5"}
 
 
 def thinned(samples: Sequence[Any], most: int = MOST) -> list[Any]:
