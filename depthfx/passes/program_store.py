@@ -1,7 +1,10 @@
-"""Keep rewritten programs on disk, so that the second compilation of a model neither traces nor rewrites.
+"""Keep rewritten programs on disk, so that the second compilation of a model neither traces nor rewrites; and traces beside them.
 
 An entry is one JSON file: a digest of the body, then the graph as plain data, where each weight comes from, the recipes of
 the position tables and the lines of the report. Weights are never stored. A file that cannot be read is a miss.
+
+A trace is what the passes start from. It does not depend on most settings, so that a model which was compiled with other ones is
+rewritten anew but not traced again.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from depthfx.settings import Settings, cache_dir
 from depthfx.whole_file import write_whole
 
 _FORMAT = 1
+# What reading an entry that is not one may raise.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, GraphError)
 # Example numbers of rows, as in the capture; they only have to differ from each other and from 0 and 1.
 _ROWS = {"T": 24, "R": 6}
 
@@ -36,6 +41,11 @@ _ROWS = {"T": 24, "R": 6}
 def program_file(key: str, settings: Settings) -> Path:
     """Where the program of ``key`` is kept."""
     return cache_dir(settings) / "programs" / f"{key}.json"
+
+
+def trace_file(key: str, settings: Settings) -> Path:
+    """Where the trace of ``key`` is kept."""
+    return cache_dir(settings) / "traces" / f"{key}.json"
 
 
 def load_program(
@@ -58,7 +68,7 @@ def load_program(
         context = PassContext(settings, target, report, None, None, skipper=skipper)
         gm = _restore(body, context)
         check_graph(gm, context, after="the program cache")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, GraphError) as error:
+    except _DAMAGE as error:
         report.add(CACHES, f"program cache: miss: {path} is damaged ({type(error).__name__}: {str(error)[:120]}) and is written anew")
         return None
     for section, lines in body["sections"].items():
@@ -71,12 +81,49 @@ def load_program(
 def save_program(path: Path, gm: fx.GraphModule, ctx: PassContext, sections: dict[str, list[str]]) -> None:
     """Write the program in one step, so that a reader sees all of it or nothing; says in the report where it cannot."""
     try:
-        body = json.dumps(_plain(gm, ctx, sections))
-        write_whole(path, f"{_FORMAT} {_digest(body)}\n{body}")
+        _write(path, _plain(gm, ctx, sections))
     except NotPlainError as error:
         ctx.report.add(CACHES, f"program cache: not kept: the program holds {error}, which plain data cannot name")
     except OSError as error:
         ctx.report.add(CACHES, f"program cache: not kept: {error}")
+
+
+def load_trace(path: Path, settings: Settings, target: Target, report: CompileReport) -> tuple[fx.GraphModule, PassContext] | None:
+    """Graph and context as :func:`~depthfx.passes.capture.capture` yielded them to :func:`save_trace`; None where there is no good entry."""
+    context = PassContext(settings, target, report, None, None)
+    try:
+        body = _body(path.read_text())
+        gm = _restore_graph(body, context)
+        for node, number in zip(gm.graph.nodes, body["stack_of"], strict=True):
+            if number >= 0:
+                node.meta["nn_module_stack"] = {path: (path, name) for path, name in body["stacks"][number]}
+    except FileNotFoundError:
+        return None
+    except (OSError, *_DAMAGE) as error:
+        report.add(CACHES, f"trace: {path} is damaged ({type(error).__name__}: {str(error)[:120]}) and is written anew")
+        return None
+    report.add(CACHES, f"trace: found: {path.name[:12]}, capture was skipped")
+    return gm, context
+
+
+def save_trace(path: Path, gm: fx.GraphModule, ctx: PassContext) -> None:
+    """Write what :func:`load_trace` reads: graph, weights, and the modules (path and class name) that each node runs in."""
+    stacks: dict[tuple[tuple[str, str], ...], int] = {}
+    stack_of = []
+    for node in gm.graph.nodes:
+        stack = tuple((path, c.__name__) for path, c in node.meta.get("nn_module_stack", {}).values())
+        stack_of.append(stacks.setdefault(stack, len(stacks)) if stack else -1)
+    try:
+        _write(path, {**_plain_graph(gm, ctx), "stacks": list(stacks), "stack_of": stack_of})
+    except NotPlainError as error:
+        ctx.report.add(CACHES, f"trace: not kept: it holds {error}, which plain data cannot name")
+    except OSError as error:
+        ctx.report.add(CACHES, f"trace: not kept: {error}")
+
+
+def _write(path: Path, plain: dict[str, Any]) -> None:
+    body = json.dumps(plain)
+    write_whole(path, f"{_FORMAT} {_digest(body)}\n{body}")
 
 
 def _digest(body: str) -> str:
@@ -92,17 +139,23 @@ def _body(text: str) -> dict[str, Any]:
 
 def _plain(gm: fx.GraphModule, ctx: PassContext, sections: dict[str, list[str]]) -> dict[str, Any]:
     assert ctx.kv_shape is not None
+    return {
+        **_plain_graph(gm, ctx),
+        "tables": {name: to_data(recipe.graph) for name, recipe in ctx.tables.items()},
+        "kv_shape": asdict(ctx.kv_shape),
+        "num_heads": ctx.num_heads,
+        "sections": sections,
+    }
+
+
+def _plain_graph(gm: fx.GraphModule, ctx: PassContext) -> dict[str, Any]:
     inputs = {n.name: n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"}
     symbols = {ctx.row_symbol: "T", inputs["logit_rows"].shape[0].node.expr: "R"}
     return {
         "nodes": to_data(gm.graph),
         "inputs": {name: _layout(name, value, symbols) for name, value in inputs.items()},
         "weights": ctx.weights,
-        "tables": {name: to_data(recipe.graph) for name, recipe in ctx.tables.items()},
         "num_positions": ctx.num_positions,
-        "kv_shape": asdict(ctx.kv_shape),
-        "num_heads": ctx.num_heads,
-        "sections": sections,
     }
 
 
@@ -124,11 +177,16 @@ def _layout(name: str, value: Any, symbols: dict[Any, str]) -> Any:
 
 
 def _restore(body: dict[str, Any], ctx: PassContext) -> fx.GraphModule:
+    ctx.tables = {name: fx.GraphModule(torch.nn.Module(), from_data(data)) for name, data in body["tables"].items()}
+    ctx.num_heads = body["num_heads"]
+    ctx.kv_shape = KvShape(**body["kv_shape"])
+    return _restore_graph(body, ctx)
+
+
+def _restore_graph(body: dict[str, Any], ctx: PassContext) -> fx.GraphModule:
     gm = fx.GraphModule(torch.nn.Module(), from_data(body["nodes"]))
     ctx.weights = {name: tuple(sources) for name, sources in body["weights"].items()}
-    ctx.tables = {name: fx.GraphModule(torch.nn.Module(), from_data(data)) for name, data in body["tables"].items()}
-    ctx.num_positions, ctx.num_heads = body["num_positions"], body["num_heads"]
-    ctx.kv_shape = KvShape(**body["kv_shape"])
+    ctx.num_positions = body["num_positions"]
     ctx.fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     sizes = {name: _open_size(name, rows, ctx.fake_mode) for name, rows in _ROWS.items()}
     ctx.row_symbol = sizes["T"].node.expr
