@@ -1,4 +1,4 @@
-"""Stored traces: what a capture yields, for whatever settings the model is compiled with next."""
+"""Traces, for both programs, and stored: what a capture yields, for whatever settings the model is compiled with next."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from depthfx.passes.program_store import trace_file
 from depthfx.passes.traces import Traces
 from depthfx.report import CompileReport
 from depthfx.settings import Settings
+from depthfx.skippers import make_skipper
 from tests.families.configs import build
 from tests.passes.toys import toy, with_mlp
 
@@ -65,6 +66,16 @@ def test_a_stored_trace_is_the_captured_one_and_is_rewritten_alike(tmp_path, cap
     pipeline.run_passes(stored, stored_ctx)
     assert print_graph(stored) == print_graph(fresh) and stored_ctx.weights == again.weights and stored_ctx.kv_shape == again.kv_shape
     assert {s: lines for s, lines in stored_ctx.report.sections.items() if s != "caches"} == dict(again.report.sections)
+
+
+def test_one_trace_serves_both_programs(captures):
+    model = build("gemma2")
+    both = Traces(model, Settings(), "cpu", make_skipper(model, "flexidepth", "adapter", gate="mlp"))
+    shared, shared_ctx = both.get(CompileReport(), routed=False)
+    alone, alone_ctx = Traces(model, Settings(), "cpu", None).get(CompileReport(), routed=False)
+    both.get(CompileReport(), routed=True)
+    assert len(captures) == 2
+    assert print_graph(shared) == print_graph(alone) and shared_ctx.weights == alone_ctx.weights
 
 
 def test_a_model_that_does_not_fit_is_refused_alike(tmp_path, captures):
