@@ -91,7 +91,8 @@ def _layers(axes: Any, times: list[float], samples: Sequence[Any]) -> None:
         axes.fill_between([], [], color=BANDS[mode], label=f"steps in {mode} precision")
     full = [s.num_full_entries for s in samples]
     axes.step(times, full, where="pre", color=COLOURS[0])  # of the step that had just ended
-    axes.set_ylim(0, 1.08 * max(full, default=1) or 1)
+    axes.set_ylim(0, 1.08 * max(full) or 1)
+    axes.set_yticks([0, max(full)])
     axes.set_ylabel("layers in full\nprecision")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7, loc="upper center", ncols=2, bbox_to_anchor=(0.5, -0.04), frameon=False)
