@@ -26,6 +26,7 @@ from depthfx.alloc.manager import MemoryManager
 from depthfx.alloc.restore_worker import RestoreWorker
 from depthfx.alloc.unified_memory import POISON
 from depthfx.errors import DepthfxError, MemoryStateError, RestoreError, UnsupportedOptionError
+from depthfx.runtime.backlog import Backlog
 from depthfx.runtime.elastic_memory import SharedMemory
 from depthfx.settings import ElasticMemory
 
@@ -68,6 +69,7 @@ class ElasticControl:
         self._copies = [(piece, shared.backup.unit(unit)) for unit, piece in enumerate(pieces)]  # of each unit: where to, where from
         self._num_clean = 0  # units [0, _num_clean) are open to KV and were cleared
         self._calm_since: float | None = None
+        self._backlog = Backlog(settings.patience_s, settings.dwell_s, clock)
         self._retry_at = 0.0
         self._pressed = False  # somebody waits for full precision: nothing is lent ahead of need
         self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
@@ -88,7 +90,7 @@ class ElasticControl:
     def mask(self) -> bytes:
         """``[entries]``: 1 where steps planned now may run in full precision."""
         resident = self.region.resident()
-        if self.settings.policy == "static_fast":
+        if self.settings.policy == "static_fast" or (self._backlog.hurried and self.manager.may_lend):
             return bytes(len(resident))
         if resident is not self._seen:
             self._seen, mask = resident, bytearray(resident)
@@ -105,9 +107,10 @@ class ElasticControl:
                 "set_precision: memory policy 'static_fast' lent all residual bytes to the KV cache for good; compile with policy='elastic'"
             )
 
-    def before_plan(self) -> None:
-        """Books what the worker has copied back, and lends ahead of need where ``high`` or the policy asks for it."""
+    def before_plan(self, waiting_since: float | None) -> None:
+        """Books what the worker has copied back, lends ahead of need where ``high`` or the policy asks for it, and minds the backlog."""
         self.collect()
+        self._backlog.look(waiting_since)
         if self.settings.policy == "static_fast":
             self.manager.lend(self.shared.layout.num_units)  # what `restore` brought back for a while
         elif self.settings.high < 1.0 and not self._pressed and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:
@@ -134,6 +137,8 @@ class ElasticControl:
         """
         self.collect()
         now, self._pressed, self._hopeless = self._clock(), False, ""
+        if idle:
+            self._backlog.rest()
         if now >= self._retry_at:
             self._retry()
         if waiting or not self._fits() or self.settings.policy == "static_fast" or now < self._retry_at:
@@ -153,6 +158,7 @@ class ElasticControl:
         """
         self.collect()
         self._pressed = True
+        self._backlog.rest()
         if self._clock() >= self._retry_at:
             self._retry()
             per_unit = self.shared.layout.blocks_per_unit

@@ -349,7 +349,7 @@ class Engine:
         if len(self._flights) >= self._depth or (self._flights and self._flights[-1].error is not None):
             return False
         if self.control is not None:
-            self.control.before_plan()
+            self.control.before_plan(self._scheduler.waiting_since)
         plan = self._scheduler.plan()
         if self.control is not None:
             self.control.after_plan()

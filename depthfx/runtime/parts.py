@@ -48,8 +48,8 @@ class MemoryControl(Protocol):
     def check_wanted(self, state: bytes) -> None:
         """Raises where a state of precision can never be had."""
 
-    def before_plan(self) -> None:
-        """Takes in what came back, and lends ahead of need."""
+    def before_plan(self, waiting_since: float | None) -> None:
+        """Takes in what came back, and lends ahead of need. ``waiting_since``: of the next request, see :class:`depthfx.runtime.backlog.Backlog`."""
 
     def after_plan(self) -> None:
         """Makes sure that what was lent can be written by the step that is launched next."""

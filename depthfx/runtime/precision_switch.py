@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from depthfx.alloc.manager import MemoryManager
+from depthfx.runtime.backlog import Backlog
 from depthfx.settings import ElasticMemory
 
 
@@ -20,10 +21,11 @@ class PrecisionSwitch:
         self._full = True
         self._clock = clock
         self._calm_since: float | None = None
+        self._backlog = Backlog(settings.patience_s, settings.dwell_s, clock)
 
     def mask(self) -> bytes:
         """As that of ``ElasticControl``: which entries may be full in steps planned now."""
-        return self._masks[self._full]
+        return self._masks[self._full and not (self._backlog.hurried and self.manager.may_lend)]
 
     def restore(self, timeout: float) -> None:
         """Nothing was lent."""
@@ -40,8 +42,9 @@ class PrecisionSwitch:
     def check_wanted(self, state: bytes) -> None:
         """Every state is possible."""
 
-    def before_plan(self) -> None:
-        """Fast from here on if the KV cache is as full as ``high`` says, unless somebody runs who asks for full precision."""
+    def before_plan(self, waiting_since: float | None) -> None:
+        """Fast from here on if the KV cache is as full as ``high`` says or prompts wait, unless somebody runs who asks for full precision."""
+        self._backlog.look(waiting_since)
         if self._is_high() and self.manager.may_lend:
             self._full, self._calm_since = False, None
 
@@ -52,6 +55,7 @@ class PrecisionSwitch:
     def press(self, spare: int) -> str:
         """Full at once below ``high``; who waits for that waits for others to end, and never in vain."""
         self._full, self._calm_since = not self._is_high(), None
+        self._backlog.rest()
         return ""
 
     def wait(self, seconds: float) -> None:
@@ -62,6 +66,8 @@ class PrecisionSwitch:
 
     def after_commit(self, waiting: bool, idle: bool) -> None:
         """Full again once pressure has been away for the dwell time."""
+        if idle:
+            self._backlog.rest()
         if self._full or waiting or self.manager.held_blocks > self.settings.low * self.manager.num_blocks:
             self._calm_since = None
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "may_route", "num_backed",
+        "added_s", "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "may_route", "num_backed",
         "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling", "promoted_at",
         "request_id", "routed", "salt", "sample_row", "sampling", "settled", "state", "status", "stop_check", "table_row", "token_ids",
     )  # fmt: skip
@@ -64,7 +65,9 @@ class Request:
         stop_check: StopCheck | None = None,
         salt: bytes = b"",
         depth: tuple[Depth, Depth] = ("dense", "dense"),
+        added_s: float | None = None,
     ) -> None:
+        """``added_s``: when, by ``time.monotonic``; None: now."""
         self.request_id = request_id
         self.number = zlib.crc32(request_id.encode()) & 0x7FFFFFFF
         self.auto = depth[0] == "auto", depth[1] == "auto"  # whether the depth of prompt and answer is left open
@@ -84,6 +87,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.arrival = -1
+        self.added_s = time.monotonic() if added_s is None else added_s
         self.last_step = -1  # last step whose plan names the request
         self.keep_content = True  # its KV may be reused by others after it ends
         self.forget_place()

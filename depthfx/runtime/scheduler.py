@@ -65,16 +65,13 @@ class Scheduler:
         self.route_reads: Collection[str] = ()  # what policies read of a row, see `state_of`; settable
         self.mask: Callable[[], bytes] = bytes  # which entries may be full now; empty: all
         self.depth: DepthControl | None = None  # decides where requests leave their depth open; settable
-        self.num_full = 0  # unfinished requests that ask for full precision
-        self._num_full_running = 0
-        self.num_preemptions = 0
-        self.num_reused_tokens = 0
+        self.num_full = self._num_full_running = 0  # unfinished requests that ask for full precision
+        self.num_preemptions = self.num_reused_tokens = 0
         self._requests: dict[str, Request] = {}  # all that have not ended
         self._waiting: deque[Request] = deque()  # by arrival
         self._running: list[Request] = []  # all that hold blocks and have not ended, by arrival
         self._steps: deque[_Step] = deque()  # planned and not committed
-        self._next_step = 0
-        self._next_arrival = 0
+        self._next_step = self._next_arrival = 0
         self._blocked: tuple[str, int] | None = None  # the request that found no room, and the manager's release count then
 
     @property
@@ -92,6 +89,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that wait for a place."""
         return len(self._waiting)
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the next request was added, where fast steps would let it begin sooner."""
+        return self._waiting[0].added_s if self._waiting and not self._waiting[0].full else None
 
     @property
     def presses(self) -> bool:

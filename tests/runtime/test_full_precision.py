@@ -144,8 +144,10 @@ def test_copies_that_always_fail_end_them_and_nobody_else(lookahead, monkeypatch
     assert isinstance(ended["full1"], RestoreError) and "'full1'" in str(ended["full1"])
     assert {name for name, error in ended.items() if error is None} == {*(f"fast{n}" for n in range(10)), "behind"}
     before = control.num_tries_failed
-    with pytest.raises(RestoreError, match=rf"request 'late'.*{before + 1} tries in a row"):
+    with pytest.raises(RestoreError, match=r"request 'late'.*\d+ tries in a row") as late:
         list(engine.stream(asked[0], SamplingParams(max_new_tokens=20, **FULL), request_id="late"))
+    tries = int(re.search(r"(\d+) tries", str(late.value))[1])
+    assert before < tries <= before + 3, "one that begins while it waits; on a slow machine one or two more may end before that is seen"
     control.shared.worker.copier.disturb(0)
     for name, prompt in zip(reference, asked):
         assert list(engine.stream(prompt, SamplingParams(max_new_tokens=20, **FULL), request_id=name)) == reference[name]
@@ -155,9 +157,10 @@ def test_copies_that_always_fail_end_them_and_nobody_else(lookahead, monkeypatch
 
 @pytest.mark.filterwarnings("ignore:a residual was not restored:UserWarning")
 def test_a_success_between_failures_counts_anew(monkeypatch):
-    monkeypatch.setattr("depthfx.runtime.elastic.RETRY_SECONDS", 0.01)
     model = elastic()
     engine, control = model.engine, model.engine.control
+    now = [0.0]
+    monkeypatch.setattr(control, "_clock", lambda: now[0])
     worker, units = control.shared.worker, control.shared.layout.num_units
     engine._scheduler.manager.lend(units)
     control.after_plan()
@@ -168,6 +171,7 @@ def test_a_success_between_failures_counts_anew(monkeypatch):
         deadline = time.monotonic() + 20
         while not reached():
             assert engine.step() == [] and time.monotonic() < deadline
+            now[0] += 2 * elastic_file.RETRY_SECONDS  # one try for each step
             assert worker.wait_idle(20)  # what is changed between steps is changed between tries
 
     worker.copier.disturb(1, fail_share=1.0)
