@@ -80,7 +80,9 @@ def calibrate_again(engine: Engine) -> DepthCosts:
     with engine._state:
         scheduler = engine._scheduler
         if scheduler.depth is None or engine.routes is None:
-            raise InvalidRequestError("calibrate_again: nothing is decided by costs here; compile the model with a skipper and depth='auto'")
+            raise InvalidRequestError(
+                "calibrate_again: nothing is decided by costs here; compile the model with a skipper and depth='auto'"
+            )
         if engine.has_unfinished():
             raise InvalidRequestError(
                 f"calibrate_again: {len(scheduler.unfinished())} requests are unfinished, and measuring writes over their KV; let them end first"

@@ -52,9 +52,9 @@ class Request:
     """
 
     __slots__ = (
-        "added_s", "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "may_route", "num_backed",
-        "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling", "promoted_at",
-        "request_id", "routed", "salt", "sample_row", "sampling", "settled", "state", "status", "stop_check", "table_row", "token_ids",
+        "added_s", "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens",
+        "may_route", "num_backed", "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling",
+        "promoted_at", "request_id", "routed", "salt", "sample_row", "sampling", "settled", "state", "status", "stop_check", "table_row", "token_ids",
     )  # fmt: skip
 
     def __init__(

@@ -383,8 +383,7 @@ class Scheduler:
     ) -> RequestOutput:
         del self._requests[request.request_id]
         self.num_full -= request.full
-        request.finish_reason = reason
-        request.error = error
+        request.finish_reason, request.error = reason, error
         if request.holds_blocks:
             self._leave(request)
             self._release_if_unnamed(request)
