@@ -71,6 +71,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--kv-blocks", type=int, default=None, help="exact, instead of the budget: then arms have equal KV, not equal memory"
     )
     parser.add_argument("--max-batch", type=int, default=256)
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        default=None,
+        help="rows of a step that decodes and prefills: bounds gaps between tokens (default 2048 on CUDA)",
+    )
     parser.add_argument("--max-len", type=int, default=None, help="context; longer prompts are cut")
     parser.add_argument("--skip-projector", default="identity")
     parser.add_argument("--no-inductor", action="store_true")
@@ -134,7 +140,7 @@ def build(name: str, args: argparse.Namespace, device: torch.device, skips: Call
     arm, start = ARMS[name], time.perf_counter()
     settings = {
         **arm.settings, "memory_budget_gib": args.budget_gib, "kv_blocks": args.kv_blocks, "max_batch_size": args.max_batch,
-        "max_model_len": args.max_len, "inductor": not args.no_inductor,
+        "max_model_len": args.max_len, "max_chunk_tokens": args.chunk_tokens, "inductor": not args.no_inductor,
     }  # fmt: skip
     for option in ("kv_offload_gib", "weight_offload_gib"):
         if option in settings and getattr(args, option) is not None:
