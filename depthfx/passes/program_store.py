@@ -1,7 +1,8 @@
 """Keep rewritten programs on disk, so that the second compilation of a model neither traces nor rewrites; and traces beside them.
 
 An entry is one JSON file: a digest of the body, then the graph as plain data, where each weight comes from, the recipes of
-the position tables and the lines of the report. Weights are never stored. A file that cannot be read is a miss.
+the position tables and the lines of the report. Weights are never stored. A file that cannot be read is a miss. The layouts of
+what nodes yield are kept as well: computing them from the inputs, with sizes that are symbols, would take most of the time of a hit.
 
 A trace is what the passes start from. It does not depend on most settings, so that a model which was compiled with other ones is
 rewritten anew but not traced again.
@@ -31,9 +32,10 @@ from depthfx.report import CACHES, CompileReport
 from depthfx.settings import Settings, cache_dir
 from depthfx.whole_file import write_whole
 
-_FORMAT = 1
+_FORMAT = 2
 # What reading an entry that is not one may raise.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, GraphError)
+_CALLS = ("call_function", "call_method")
 # Example numbers of rows, as in the capture; they only have to differ from each other and from 0 and 1.
 _ROWS = {"T": 24, "R": 6}
 
@@ -154,26 +156,39 @@ def _plain_graph(gm: fx.GraphModule, ctx: PassContext) -> dict[str, Any]:
     return {
         "nodes": to_data(gm.graph),
         "inputs": {name: _layout(name, value, symbols) for name, value in inputs.items()},
+        "values": [_known_layout(n, symbols) for n in gm.graph.nodes if n.op in _CALLS],
         "weights": ctx.weights,
         "num_positions": ctx.num_positions,
     }
 
 
 def _layout(name: str, value: Any, symbols: dict[Any, str]) -> Any:
-    """``[shape, stride, dtype, device]`` of an input with T and R by name; a number as it is."""
+    """``[shape, stride, dtype, device]`` with multiples of T and R as ``[name, factor]``; a number as it is."""
     if isinstance(value, int):
         return value
 
     def size(number: Any) -> Any:
         if isinstance(number, int):
             return number
-        if number.node.expr not in symbols:
-            raise NotPlainError(f"an input {name} with a size of {number}")
-        return symbols[number.node.expr]
+        factor, symbol = number.node.expr.as_coeff_Mul()
+        if symbol not in symbols or not factor.is_Integer:
+            raise NotPlainError(f"a value {name} with a size of {number}")
+        return [symbols[symbol], int(factor)]
 
     if not isinstance(value, torch.Tensor):
-        raise NotPlainError(f"an input {name} of type {type(value).__name__}")
+        raise NotPlainError(f"a value {name} of type {type(value).__name__}")
     return [[size(s) for s in value.shape], [size(s) for s in value.stride()], str(value.dtype).removeprefix("torch."), str(value.device)]
+
+
+def _known_layout(node: fx.Node, symbols: dict[Any, str]) -> Any:
+    """The layout of what ``node`` yields; None for what :func:`_layout` does not cover, and for parts of another tensor."""
+    value = node.meta["example_value"]
+    if not isinstance(value, torch.Tensor) or not isinstance(value.storage_offset(), int) or value.storage_offset():
+        return None
+    try:
+        return _layout(node.name, value, symbols)
+    except NotPlainError:
+        return None
 
 
 def _restore(body: dict[str, Any], ctx: PassContext) -> fx.GraphModule:
@@ -190,11 +205,17 @@ def _restore_graph(body: dict[str, Any], ctx: PassContext) -> fx.GraphModule:
     ctx.fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     sizes = {name: _open_size(name, rows, ctx.fake_mode) for name, rows in _ROWS.items()}
     ctx.row_symbol = sizes["T"].node.expr
+    calls = [n for n in gm.graph.nodes if n.op in _CALLS]
+    layouts = {node: layout for node, layout in zip(calls, body["values"], strict=True) if layout is not None}
+    made: dict[str, Any] = {}  # one object for each layout, as the passes share them
     with ctx.fake_mode:
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 node.meta["example_value"] = _value(body["inputs"][node.name], sizes)
-    refresh_values(gm, ctx)
+        for layout in layouts.values():
+            if repr(layout) not in made:
+                made[repr(layout)] = _value(layout, sizes)
+    refresh_values(gm, ctx, {node: made[repr(layout)] for node, layout in layouts.items()})
     return gm
 
 
@@ -212,4 +233,5 @@ def _value(layout: Any, sizes: dict[str, Any]) -> Any:
     found = getattr(torch, dtype)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{dtype} is no dtype")
-    return torch.empty_strided([sizes.get(s, s) for s in shape], [sizes.get(s, s) for s in stride], dtype=found, device=device)
+    shape, stride = ([s if isinstance(s, int) else sizes[s[0]] * s[1] for s in numbers] for numbers in (shape, stride))
+    return torch.empty_strided(shape, stride, dtype=found, device=device)
