@@ -74,8 +74,8 @@ class ElasticControl:
         self._pressed = False  # somebody waits for full precision: nothing is lent ahead of need
         self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
         self._failure = ""  # the last one, as text: tracebacks keep tensors alive
-        self.num_tries_failed = 0  # in a row; a try is all copies that are handed over together
-        self._trying = False  # no copy of the latest try has failed yet
+        self.num_tries_failed = 0  # in a row; a try is all copies that are under way together, and fails if none of them succeeds
+        self._has_failed = False  # a copy of the present try
         self._hopeless = ""  # why who waits should not go on waiting; not yet told
         self._versions = self._count_changes()
         self._seen: bytes | None = None
@@ -162,13 +162,17 @@ class ElasticControl:
         if self._clock() >= self._retry_at:
             self._retry()
             per_unit = self.shared.layout.blocks_per_unit
-            while (num_open := self.region.num_open_units) and self.manager.held_blocks + spare <= self.manager.open_blocks - per_unit:
+            closed: list[int] = []
+            while self.region.num_open_units and self.manager.held_blocks + spare <= self.manager.open_blocks - per_unit:
                 self._empty_highest()
-                event = self._after_launched()
                 unit = self.region.next_to_restore()
-                if unit is None or not self._begin(unit, event):
+                if unit is None:
                     break
-                assert self.region.num_open_units < num_open
+                self._close(unit)
+                closed.append(unit)
+            event = self._after_launched() if closed else None  # behind all blocks that were moved, the last of them too
+            for unit in closed:
+                self._submit(unit, event)
         self._calm_since = None
         hopeless, self._hopeless = self._hopeless, ""
         return hopeless
@@ -260,14 +264,15 @@ class ElasticControl:
                 break
 
     def _begin(self, unit: int, event: torch.cuda.Event | None) -> bool:
-        self.manager.begin_restore(unit)
-        self._trying = True
-        self._num_clean = min(self._num_clean, unit)
+        self._close(unit)
         return self._submit(unit, event)
+
+    def _close(self, unit: int) -> None:
+        self.manager.begin_restore(unit)
+        self._num_clean = min(self._num_clean, unit)
 
     def _retry(self) -> None:
         event, units = self._after_launched() if self._to_retry else None, sorted(self._to_retry)
-        self._trying = bool(units) or self._trying
         for unit in units:
             self._to_retry.discard(unit)
             self._submit(unit, event)
@@ -320,9 +325,18 @@ class ElasticControl:
                 self._fail(error.unit, error)
         for unit in done:
             self.manager.finish_restore(unit)
-            self.num_tries_failed, self._hopeless = 0, ""
+        self._judge_try(success=bool(done))
         if done and self.settings.verify:
             self._verify(done)
+
+    def _judge_try(self, success: bool) -> None:
+        if success:
+            self.num_tries_failed, self._has_failed, self._hopeless = 0, False, ""
+        elif self._has_failed and self.region.num_restoring <= len(self._to_retry):  # nothing of it is under way any more
+            self.num_tries_failed, self._has_failed = self.num_tries_failed + 1, False
+            if self._pressed and self.num_tries_failed >= MAX_TRIES:
+                tries = f"{self.num_tries_failed} tries in a row failed, the last one with: {self._failure}"
+                self._hopeless = f"residual bytes cannot be copied back from the host: {tries}"
 
     def _verify(self, units: list[int]) -> None:
         resident = self.region.resident()
@@ -336,11 +350,7 @@ class ElasticControl:
         self._retry_at = self._clock() + RETRY_SECONDS
         if unit is not None:
             self._to_retry.add(unit)
-        if self._trying:
-            self._trying, self.num_tries_failed = False, self.num_tries_failed + 1
-            if self._pressed and self.num_tries_failed >= MAX_TRIES:
-                tries = f"{self.num_tries_failed} tries in a row failed, the last one with: {error}"
-                self._hopeless = f"residual bytes cannot be copied back from the host: {tries}"
+        self._has_failed = True
         warnings.warn(f"a residual was not restored, its layer stays in fast precision and is tried again: {error}", stacklevel=2)
 
     def _guard(self, entry: int) -> Callable[[], None]:
