@@ -75,7 +75,7 @@ class ElasticControl:
         self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
         self._failure = ""  # the last one, as text: tracebacks keep tensors alive
         self.num_tries_failed = 0  # in a row; a try is all copies that are under way together, and fails if none of them succeeds
-        self._has_failed = False  # a copy of the present try
+        self._has_failed = self._has_worked = False  # a copy of the present try
         self._hopeless = ""  # why who waits should not go on waiting; not yet told
         self._versions = self._count_changes()
         self._seen: bytes | None = None
@@ -187,9 +187,11 @@ class ElasticControl:
 
         Raises :class:`MemoryStateError` while KV blocks are in the way, if copies fail again and again, or after ``timeout`` seconds.
         """
-        end, num_tries = time.monotonic() + timeout, 0
+        end, num_tries, num_back = time.monotonic() + timeout, 0, self.region.num_restores
         while not all(self.region.resident()):
             self.collect()
+            if self.region.num_restores > num_back:
+                num_tries, num_back = 0, self.region.num_restores
             if self._to_retry:
                 num_tries += 1
                 if num_tries > MAX_TRIES:
@@ -301,7 +303,7 @@ class ElasticControl:
             torch.cuda.synchronize(self._device)  # what it has queued comes to its end
         old = self.shared.resources.worker
         old.wait_idle(_LAST_WORDS_SECONDS)
-        self.collect()  # what it has still to tell: no unit may be waited for that nobody copies
+        self._book()  # what it has still to tell: no unit may be waited for that nobody copies
         self._counted = self._counted[0] - old.copied_bytes, self._counted[1] - old.seconds_busy
         old.close()
         self.shared.resources.worker = RestoreWorker(self._device)
@@ -317,6 +319,10 @@ class ElasticControl:
 
     def collect(self) -> None:
         """Books what the worker has copied back; its failures are warned of and tried again after a while."""
+        self._book()
+        self._judge_try()
+
+    def _book(self) -> None:
         while True:
             try:
                 done = self.shared.worker.poll()
@@ -325,18 +331,21 @@ class ElasticControl:
                 self._fail(error.unit, error)
         for unit in done:
             self.manager.finish_restore(unit)
-        self._judge_try(success=bool(done))
+        self._has_worked |= bool(done)
         if done and self.settings.verify:
             self._verify(done)
 
-    def _judge_try(self, success: bool) -> None:
-        if success:
-            self.num_tries_failed, self._has_failed, self._hopeless = 0, False, ""
-        elif self._has_failed and self.region.num_restoring <= len(self._to_retry):  # nothing of it is under way any more
-            self.num_tries_failed, self._has_failed = self.num_tries_failed + 1, False
+    def _judge_try(self) -> None:
+        if self._has_worked:
+            self.num_tries_failed, self._hopeless = 0, ""
+        if self.region.num_restoring > len(self._to_retry):
+            return  # some of it is under way
+        if self._has_failed and not self._has_worked:
+            self.num_tries_failed += 1
             if self._pressed and self.num_tries_failed >= MAX_TRIES:
                 tries = f"{self.num_tries_failed} tries in a row failed, the last one with: {self._failure}"
                 self._hopeless = f"residual bytes cannot be copied back from the host: {tries}"
+        self._has_failed = self._has_worked = False
 
     def _verify(self, units: list[int]) -> None:
         resident = self.region.resident()
