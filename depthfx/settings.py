@@ -123,6 +123,7 @@ class Settings(_Named):
     def __post_init__(self) -> None:
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", ElasticMemory(policy=self.memory))
+        _check_type("memory", self.memory, ElasticMemory | None)
         for name in (
             "memory_budget_gib",
             "weight_offload_gib",
