@@ -148,7 +148,7 @@ def test_clamp_says_how_many_it_changed():
     assert clamp(asks, None, None) == (asks, 0)
 
 
-def test_lengths_of_a_trace_under_other_arrivals(tmp_path, monkeypatch):
+def test_lengths_of_a_trace_under_other_arrivals(tmp_path, monkeypatch, capsys):
     """The requests of the window, in order, at arrivals of their own."""
     import load
 
@@ -162,3 +162,8 @@ def test_lengths_of_a_trace_under_other_arrivals(tmp_path, monkeypatch):
     assert [j.ask.output_tokens for j in jobs] == [5, 6, 7, 8, 9, 10]
     gaps = [b.arrival_s - a.arrival_s for a, b in zip(jobs, jobs[1:])]
     assert len({round(g, 6) for g in gaps}) == 5, "not those of the trace, which are all alike"
+    assert workload.benchmark is None, "its prompts are random ids"
+    monkeypatch.setattr("sys.argv", [*line.split(), "--examples", "shots.jsonl"])
+    with pytest.raises(SystemExit):
+        load.parse_arguments()
+    assert "--examples needs --lengths with the file of a benchmark" in capsys.readouterr().err
