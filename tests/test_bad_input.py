@@ -170,8 +170,8 @@ def test_a_policy_may_be_named_and_names_are_checked():
     model = depthfx.compile(build("llama", torch.float16), memory="elastic", weights="nested", inductor=False, kv_blocks=16)
     assert "shared with residuals" in str(model.explain())
     model.engine.close()
-    with pytest.raises(SettingError, match="memory={'policy': 'elastic'} has type dict; allowed: ElasticMemory or None"):
-        Settings(memory={"policy": "elastic"}, weights="nested")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="memory=8 has type int; allowed: ElasticMemory or None"):
+        Settings(memory=8, weights="nested")  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="unknown memory setting 'budge_gib'=8; did you mean 'budget_gib'"):
         ElasticMemory(budge_gib=8)
     with pytest.raises(SettingError, match="unknown setting 'kv_block'=8; did you mean 'kv_blocks'"):
