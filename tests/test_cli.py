@@ -226,7 +226,10 @@ def test_demo(capfd, tmp_path, burst_on_two_layers):
 
 @pytest.mark.parametrize(
     ("entries", "expected"),
-    [((0, 0, 0), [("fast", 0.0, 2.0)]), ((3, 3, 1, 0, 3), [("full", 0.0, 1.0), ("mixed", 1.0, 2.0), ("fast", 2.0, 3.0), ("full", 3.0, 4.0)])],
+    [
+        ((0, 0, 0), [("fast", 0.0, 2.0)]),
+        ((3, 3, 1, 0, 3), [("full", 0.0, 1.0), ("mixed", 1.0, 2.0), ("fast", 2.0, 3.0), ("full", 3.0, 4.0)]),
+    ],
 )
 def test_bands_of_precision(entries, expected):
     samples = [SimpleNamespace(time_s=7.0 + second, num_full_entries=full) for second, full in enumerate(entries)]
