@@ -110,7 +110,7 @@ class ElasticControl:
     def before_plan(self, waiting_since: float | None) -> None:
         """Books what the worker has copied back, lends ahead of need where ``high`` or the policy asks for it, and minds the backlog."""
         self.collect()
-        self._backlog.look(waiting_since)
+        self._backlog.look(waiting_since, idle=not self.manager.held_blocks)
         if self.settings.policy == "static_fast":
             self.manager.lend(self.shared.layout.num_units)  # what `restore` brought back for a while
         elif self.settings.high < 1.0 and not self._pressed and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:

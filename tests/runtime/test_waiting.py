@@ -42,9 +42,11 @@ def test_a_parked_request_ends_the_pressure_that_it_is():
 def test_a_hurry_takes_no_room_from_parked_requests():
     """Steps are fast for a wait, not for their blocks; the hurry ends as soon as somebody waits for full precision."""
     engine = elastic(memory={"policy": "nested_resident", "patience_s": 0.0, "dwell_s": 9.0}, kv_blocks=60).engine
-    parked = {engine.add(prompt, SamplingParams(max_new_tokens=10, external=True)) for prompt in prompts((20, 15), seed=3)}
-    while parked != {request.request_id for request in engine._scheduler._running if request.num_computed >= request.num_prompt}:
-        engine.step()
+    parked = []
+    for prompt in prompts((20, 15), seed=3):
+        parked.append(engine.add(prompt, SamplingParams(max_new_tokens=10, external=True)))
+        while not engine.step():
+            pass
     assert set(engine.precision().values()) == {"fast"}, "or there is no hurry"
     engine.add(prompts((18,), seed=9)[0], SamplingParams(max_new_tokens=3, min_precision="full"))
     assert any(output.finished for _ in range(20) for output in engine.step())
