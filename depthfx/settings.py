@@ -43,7 +43,7 @@ class ElasticMemory(_Named):
     policy: MemoryPolicy = "elastic"
     budget_gib: float | None = None  # as `memory_budget_gib`, which it replaces
     unit_mib: float = 64.0  # size wanted for a unit of lending; rounded to whole KV blocks and to what the device maps
-    low: float = 0.85  # a unit is restored if the held blocks then fill at most this share of what is left to KV
+    low: float = 0.75  # a unit is restored if the held blocks then fill at most this share of what is left to KV
     high: float = 1.0  # a unit is lent when held blocks fill this share of the KV cache; 1: when there is no room left
     dwell_s: float = 0.2  # seconds that pressure must be away before restoring begins
     patience_s: float = 0.25  # a prompt that waits longer to begin makes steps fast in all layers; inf: KV alone counts, as in the paper

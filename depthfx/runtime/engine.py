@@ -393,8 +393,8 @@ class Engine:
     def _tidy_memory(self, stuck: bool = False) -> None:
         """``stuck``: nothing can run, so nobody needs room to go on."""
         control, scheduler = self.control, self._scheduler
-        if control is not None and scheduler.presses:
-            if why := control.press(0 if stuck else scheduler.num_running):
-                self._deliver(scheduler.give_up(why))
-        elif control is not None:
+        pressed = control is not None and scheduler.presses
+        if control is not None and pressed and (why := control.press(0 if stuck else scheduler.num_running)):
+            self._deliver(scheduler.give_up(why))
+        if control is not None and not (pressed and scheduler.has_unfinished()):
             control.after_commit(scheduler.num_waiting > 0, not scheduler.has_unfinished())

@@ -146,6 +146,9 @@ def test_copies_that_always_fail_end_them_and_nobody_else(lookahead, monkeypatch
     before = control.num_tries_failed
     with pytest.raises(RestoreError, match=r"request 'late'.*\d+ tries in a row") as late:
         list(engine.stream(asked[0], SamplingParams(max_new_tokens=20, **FULL), request_id="late"))
+    engine.add(asked[0], SamplingParams(max_new_tokens=20, **FULL), request_id="last")
+    assert isinstance(run_out(engine)["last"], RestoreError)
+    assert not control._pressed, "nobody is left who waits, so memory follows load again"
     tries = int(re.search(r"(\d+) tries", str(late.value))[1])
     assert before < tries <= before + 3, "one that begins while it waits; on a slow machine one or two more may end before that is seen"
     control.shared.worker.copier.disturb(0)
