@@ -107,6 +107,8 @@ def small_linear(
     outputs = weight.shape[0]
     code = 0
     if activation is not None:
+        if outputs % 2:
+            raise ValueError(f"{outputs} rows of weight are no gates and ups; with activation={activation!r} their number must be even")
         code = _activation(activation)
         outputs //= 2
     if rows > MAX_ROWS or weight.shape[1] != inner or not weight.is_contiguous():

@@ -23,6 +23,8 @@ def stored_linear(
     _check(upper, lower, shift, coding)
     (rows, inner), outputs, code = x.shape, upper.shape[0], 0
     if activation is not None:
+        if outputs % 2:
+            raise ValueError(f"{outputs} rows of bytes are no gates and ups; with activation={activation!r} their number must be even")
         code, outputs = native._activation(activation), outputs // 2
     if rows > native.MAX_ROWS or upper.shape[1] != inner or (bias is not None and bias.shape != upper.shape[:1]):
         raise ValueError(

@@ -87,3 +87,9 @@ def test_no_rows_and_wrong_tensors():
     ):
         with pytest.raises(ValueError, match=text):
             native_stored.stored_linear(*wrong, True)
+    for product, given in (
+        (native_stored.stored_linear, (x, upper[:5], lower[:5], None, 1, True)),
+        (native.small_linear, (x, torch.randn(5, 64))),
+    ):
+        with pytest.raises(ValueError, match=r"5 rows of .* must be even"):
+            product(*given, activation="silu")
