@@ -1,5 +1,5 @@
 # make test      environment, lint, types, house rules and every CPU test
-# make demo      SmolLM2 answers eight questions at once, compared with Hugging Face in the same run
+# make demo      SmolLM2 answers eight questions at once, compared with Hugging Face in the same run; then a burst, with a picture
 # make check     lint, formatting, types, house rules
 # make readme    write the README's explain() block anew, from a run
 # make skipper   train a skipper for SmolLM2 on a GPU, with the interpreter at hand; TEXTS: Python's documentation

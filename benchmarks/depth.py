@@ -24,12 +24,11 @@ from typing import Any
 import common
 import plots
 import torch
+from dial import Dial
 
 import depthfx
-from depthfx.contracts import Decision, Policy, Rows
 from depthfx.records import Chunk, SamplingParams, StepPlan
 from depthfx.skippers import make_skipper
-from depthfx.skippers.policies.random_skip import MODULUS, hash_of
 
 PARTS = ("steps", "one", "big", "rows", "prefill", "map")
 COLUMNS = {
@@ -41,18 +40,6 @@ COLUMNS = {
     "prefill": ["tokens", "dense ms", "routed ms", "nothing skipped ms", "saved %", "ideal %", "of ideal %"],
 }
 Rows_ = list[dict[str, Any]]
-
-
-class Dial(Policy):
-    """RandomSkip with a limit for each routed layer that can be changed between steps."""
-
-    def __init__(self, num_places: int) -> None:
-        super().__init__()
-        self.register_buffer("limits", torch.zeros(num_places, dtype=torch.int64))
-
-    def forward(self, rows: Rows) -> Decision:
-        """RUN where the hash reaches the limit of the layer."""
-        return Decision(hash_of(rows.request_ids, rows.positions, 1234) >= self.limits[rows.place])
 
 
 class Bench:
@@ -79,9 +66,7 @@ class Bench:
 
     def skip(self, share: float, depth: float) -> None:
         """``share`` of the rows skip the last ``depth`` of the routed layers."""
-        first = self.places - round(self.places * depth)
-        self.dial.limits.zero_()
-        self.dial.limits[first:] = int(share * MODULUS)
+        self.dial.turn(share, depth)
 
     def decode_ms(self, batch: int, context: int, routed: bool) -> float:
         """Median of a decode step of ``batch`` rows with ``context`` tokens of KV each, in blocks that as few rows as possible share."""

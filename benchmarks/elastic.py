@@ -24,7 +24,6 @@ from typing import Any
 
 import common
 import decode
-import plots
 import torch
 from burst import burst
 from serve import prompts
@@ -33,6 +32,7 @@ import depthfx
 from depthfx.alloc.physical_backend import PHYSICAL
 from depthfx.alloc.unified_memory import UnifiedMemory
 from depthfx.alloc.units import UnitLayout
+from depthfx.memory_picture import draw_memory
 
 PARTS = ("capacity", "lend", "restore", "steps", "map", "burst")
 POLICIES = ("elastic", "static_full", "static_fast", "nested_resident")
@@ -358,7 +358,7 @@ def main() -> None:
         if policy == "elastic":
             path = common.write_results(f"elastic-{args.shape}", rows, device).with_suffix(".png")
             title = f"{args.shape}: {args.requests} requests of {args.prompt} + {args.new} tokens at once, then {args.trickle} one by one"
-            plots.draw_memory(samples, path, title)
+            draw_memory(samples, path, title)
         model.engine.close()
         del model
         common.release()

@@ -237,10 +237,8 @@ def capacity(bench: Bench, name: str, repeat: int) -> None:
     bench.rows.append(row)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    load_arms.add_options(parser)
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is asked for, and when; :class:`Workload` reads them."""
     parser.add_argument("--arrivals", default="poisson", metavar="poisson|gamma|TRACE.csv")
     parser.add_argument("--cv", type=float, default=2.0, help="coefficient of variation of gamma gaps")
     parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests a second")
@@ -252,17 +250,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--input-tokens", default=None, metavar="DIST", help="fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA")
     parser.add_argument("--output-tokens", default=None, metavar="DIST", help="likewise; wins over trace and benchmark")
     parser.add_argument("--output-lengths", default=None, metavar="JSON", help="lengths that --record-lengths kept")
-    parser.add_argument("--record-lengths", default=None, metavar="JSON", help="keep what the baseline produced in natural work")
     parser.add_argument("--shared-prefix", type=int, default=0, help="tokens that random prompts share")
     parser.add_argument("--max-input", type=int, default=None)
     parser.add_argument("--max-output", type=int, default=None, help="in natural work: what every request may produce")
-    parser.add_argument("--work", choices=["matched", "natural"], default="matched")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--lead-in", type=float, default=0.0, help="seconds before the measuring window")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Arguments of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    load_arms.add_options(parser)
+    add_workload_options(parser)
+    parser.add_argument("--work", choices=["matched", "natural"], default="matched")
+    parser.add_argument("--record-lengths", default=None, metavar="JSON", help="keep what the baseline produced in natural work")
     parser.add_argument(
         "--order", choices=["paired", "blocked"], default="paired", help="blocked: all repeats of an arm, then the next arm"
     )
-    parser.add_argument("--lead-in", type=float, default=0.0, help="seconds before the measuring window")
     parser.add_argument("--limit-s", type=float, default=None, help="longest run; what is not finished then misses the SLO")
     parser.add_argument("--slo-ttft", type=float, default=2.0, help="seconds")
     parser.add_argument("--slo-gaps", type=float, default=5.0, help="times T_base")

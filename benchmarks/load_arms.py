@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,18 @@ ARMS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that say which model is served, in how much memory, and how the arms differ from their table."""
+    add_model_options(parser)
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=["static-fp16", "elastic"], help="the first one is the baseline")
+    parser.add_argument("--unit-mib", type=float, default=64.0, help="of arms with memory settings")
+    parser.add_argument("--kv-offload-gib", type=float, default=None)
+    parser.add_argument("--weight-offload-gib", type=float, default=None)
+    parser.add_argument("--skipper", default=None, metavar="PATH", help="a checkpoint, instead of random_skip")
+    parser.add_argument("--skip-rate", type=float, default=0.5, help="share of tokens that skip (random_skip)")
+    parser.add_argument("--skip-depth", type=float, default=0.5, help="share of the routed layers that they skip (random_skip)")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say which model is served, in how much memory."""
     parser.add_argument("--shape", choices=sorted(common.SHAPES), default="llama3-8b", help="random weights of this shape")
     parser.add_argument("--model", default=None, metavar="smollm2|PATH", help="a real model instead")
     parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
@@ -59,13 +71,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kv-blocks", type=int, default=None, help="exact, instead of the budget: then arms have equal KV, not equal memory"
     )
     parser.add_argument("--max-batch", type=int, default=256)
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        default=None,
+        help="rows of a step that decodes and prefills: bounds gaps between tokens (default 2048 on CUDA)",
+    )
     parser.add_argument("--max-len", type=int, default=None, help="context; longer prompts are cut")
-    parser.add_argument("--unit-mib", type=float, default=64.0, help="of arms with memory settings")
-    parser.add_argument("--kv-offload-gib", type=float, default=None)
-    parser.add_argument("--weight-offload-gib", type=float, default=None)
-    parser.add_argument("--skipper", default=None, metavar="PATH", help="a checkpoint, instead of random_skip")
-    parser.add_argument("--skip-rate", type=float, default=0.5, help="share of tokens that skip (random_skip)")
-    parser.add_argument("--skip-depth", type=float, default=0.5, help="share of the routed layers that they skip (random_skip)")
     parser.add_argument("--skip-projector", default="identity")
     parser.add_argument("--no-inductor", action="store_true")
 
@@ -123,12 +135,12 @@ def load_tokenizer(args: argparse.Namespace, vocabulary: int) -> tuple[Tokenizer
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], "the model's"
 
 
-def build(name: str, args: argparse.Namespace, device: torch.device, **overrides: Any) -> Any:
-    """A compiled model of arm ``name``; ``overrides`` win over the table and the options."""
+def build(name: str, args: argparse.Namespace, device: torch.device, skips: Callable[[Any], Any] | None = None, **overrides: Any) -> Any:
+    """A compiled model of arm ``name``; ``overrides`` win over the table and the options, ``skips`` makes a skipper for the model instead of theirs."""
     arm, start = ARMS[name], time.perf_counter()
     settings = {
         **arm.settings, "memory_budget_gib": args.budget_gib, "kv_blocks": args.kv_blocks, "max_batch_size": args.max_batch,
-        "max_model_len": args.max_len, "inductor": not args.no_inductor,
+        "max_model_len": args.max_len, "max_chunk_tokens": args.chunk_tokens, "inductor": not args.no_inductor,
     }  # fmt: skip
     for option in ("kv_offload_gib", "weight_offload_gib"):
         if option in settings and getattr(args, option) is not None:
@@ -136,8 +148,8 @@ def build(name: str, args: argparse.Namespace, device: torch.device, **overrides
     if arm.policy is not None:
         settings["memory"] = depthfx.ElasticMemory(policy=arm.policy, unit_mib=args.unit_mib)
     model = load_model(args, device)
-    skipper: Any = None
-    if arm.skips:
+    skipper: Any = skips(model) if skips is not None else None
+    if arm.skips and skips is None:
         options = {"rate": args.skip_rate, "depth": args.skip_depth}
         skipper = Path(args.skipper) if args.skipper else make_skipper(model, "random_skip", args.skip_projector, **options)
     depthfx.compile(model, skipper=skipper, **{**settings, **overrides})
@@ -145,9 +157,9 @@ def build(name: str, args: argparse.Namespace, device: torch.device, **overrides
     return model
 
 
-def warm_up(model: Any, asks: list[Ask]) -> None:
-    """Serve some asks, all at once and cut short: the first steps of a process are slower."""
-    replay(model.engine, [Job(i, 0.0, Ask(a.prompt, min(a.output_tokens, 4))) for i, a in enumerate(asks)])
+def warm_up(model: Any, asks: list[Ask], depth: Any = None) -> None:
+    """Serve some asks, all at once and cut short: the first steps of a process are slower. ``depth``: of the asks, None for the engine's own."""
+    replay(model.engine, [Job(i, 0.0, Ask(a.prompt, min(a.output_tokens, 4))) for i, a in enumerate(asks)], depth=depth)
     reset(model)
 
 

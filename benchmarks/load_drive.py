@@ -144,13 +144,13 @@ class _Book:
 
 
 def replay(
-    engine: Any, jobs: Sequence[Job], eos: tuple[int, ...] = (), limits: Limits = NO_LIMITS,
+    engine: Any, jobs: Sequence[Job], eos: tuple[int, ...] = (), limits: Limits = NO_LIMITS, depth: Any = None,
     clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
 ) -> Run:  # fmt: skip
     """Serve ``jobs``, which are in the order of arrival, in real time.
 
     ``eos`` empty: matched work, every request must produce exactly the tokens it asks for (``RuntimeError`` otherwise); else it may
-    end early. A run that ``limits`` cut short has requests that are not finished.
+    end early. A run that ``limits`` cut short has requests that are not finished. ``depth``: of all requests, None for the engine's own.
     """
     run = Run([RequestTimes(j.number, j.arrival_s, j.ask.output_tokens) for j in jobs])
     book, waiting = _Book(run, limits), deque(zip(jobs, run.requests, strict=True))
@@ -161,7 +161,7 @@ def replay(
         now = clock() - start
         while waiting and waiting[0][0].arrival_s <= now:
             job, times = waiting.popleft()
-            sampling = depthfx.SamplingParams(max_new_tokens=job.ask.output_tokens, eos_token_ids=eos)
+            sampling = depthfx.SamplingParams(max_new_tokens=job.ask.output_tokens, eos_token_ids=eos, depth=depth)
             times.added_s = clock() - start
             book.add(engine.add(job.ask.prompt, sampling), times)
         if engine.has_unfinished():

@@ -1,4 +1,4 @@
-"""The picture of the load benchmark: latency against rate, KV occupancy with bands of precision, memory by owner, skipped share."""
+"""Pictures of the load benchmarks: latency against rate, KV occupancy with precision, memory by owner, skipped share; a map over r and d."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from plots import COLOURS, OWNERS
+from depthfx.memory_picture import BANDS, COLOURS, OWNERS
 
 MOST = 400  # samples of a course that are kept and drawn
-BANDS = {"fast": "#f2b134", "mixed": "#f7dfa5"}
 
 
 def thinned(samples: Sequence[Any], most: int = MOST) -> list[Any]:
@@ -136,3 +135,39 @@ def _skipped(axes: Any, series: dict[str, dict[str, Any]], colours: dict[str, st
     axes.set_ylim(0, 105)
     axes.set_title("Share that is skipped", fontsize=9)
     return None
+
+
+def draw_map(path: Path, title: str, cells: list[dict[str, Any]], rates: Sequence[float], depths: Sequence[float]) -> None:
+    """Write a PNG: for each rate of requests two maps over r and d, switch off (``routed %``) and on (``auto %``), with half widths (``+-``).
+
+    What ``cells`` lack stays grey. Blue is quicker than dense, red slower; one scale for all maps.
+    """
+    from matplotlib.figure import Figure
+
+    arrivals = sorted({c["rate"] for c in cells})
+    most = max([1.0, *(abs(c[f"{arm} %"]) for c in cells for arm in ("routed", "auto"))])
+    figure = Figure(figsize=(3.2 + 2.2 * len(depths), 1.4 + (0.8 + 0.75 * len(rates)) * len(arrivals)), dpi=120, layout="constrained")
+    panels = figure.subplots(len(arrivals), 2, squeeze=False, sharex=True, sharey=True)
+    for row, arrival in enumerate(arrivals):
+        for axes, arm, switch in zip(panels[row], ("routed", "auto"), ("off: always routed", "on: auto")):
+            found = {(c["r"], c["d"]): c for c in cells if c["rate"] == arrival}
+            values = [[found[r, d][f"{arm} %"] if (r, d) in found else float("nan") for d in depths] for r in rates]
+            axes.set_facecolor("#d9d9d9")
+            image = axes.imshow(values, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto", origin="lower")
+            for (r, d), cell in found.items():
+                value, width = cell[f"{arm} %"], cell[f"{arm} +-"]
+                text = f"{value:+.1f} %" + ("" if width is None else f"\n± {width:.1f}")
+                colour = "white" if abs(value) > 0.6 * most else "black"
+                axes.text(depths.index(d), rates.index(r), text, ha="center", va="center", fontsize=9, color=colour)
+            for r, d in {(r, d) for r in rates for d in depths} - set(found):
+                axes.text(depths.index(d), rates.index(r), "not run", ha="center", va="center", fontsize=9, color="#555555")
+            axes.set_xticks(range(len(depths)), [f"{d:.0%}" for d in depths])
+            axes.set_yticks(range(len(rates)), [f"{r:.0%}" for r in rates])
+            axes.set_title(f"switch {switch}, {arrival:.3g} requests/s", fontsize=9)
+            axes.spines[:].set_visible(False)
+        panels[row][0].set_ylabel("r: rows that skip")
+    for axes in panels[-1]:
+        axes.set_xlabel("d: routed layers that they skip")
+    figure.colorbar(image, ax=panels, label="change of mean E2E, %", shrink=0.9)
+    figure.suptitle(textwrap.fill(title, 30 + 22 * len(depths)), fontsize=10)
+    figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Pictures of the benchmarks: grouped bars, one group for each size, one bar for each arm; and memory over time."""
+"""Pictures of the benchmarks: grouped bars, one group for each size, one bar for each arm; and decisions by layer and token."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-# Colours that stay apart in print and for colour-blind readers; depthfx always has the first one.
-COLOURS = ["#0b6e4f", "#8d99ae", "#c8553d", "#6d597a", "#e9c46a", "#3d5a80"]
+from depthfx.memory_picture import COLOURS
 
 
 def bars(path: Path, title: str, unit: str, rows: list[dict[str, Any]], group: str, value: str, floor: float | None = None) -> None:
@@ -34,55 +33,6 @@ def bars(path: Path, title: str, unit: str, rows: list[dict[str, Any]], group: s
     axes.set_title(textwrap.fill(title, 72), fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-# Owners of the memory that KV and residuals share, from the bottom up: field of the sample, label, colour.
-OWNERS = (
-    ("kv_held_bytes", "KV, held", "#c8553d"),
-    ("kv_cached_bytes", "KV, cached prefixes", "#e9c46a"),
-    ("kv_free_bytes", "KV, free", "#e5e5e5"),
-    ("restoring_bytes", "residuals coming back", "#8ecae6"),
-    ("residual_bytes", "residuals in place", "#0b6e4f"),
-)
-
-
-def draw_memory(samples: list[Any], path: Path, title: str = "Owners of the memory that KV and residuals share") -> None:
-    """Write a PNG of ``engine.timeline()``: bytes by owner stacked over time, full layers below, requests at the bottom.
-
-    Raises ``ValueError`` for fewer than two samples: there is no course to draw.
-    """
-    if len(samples) < 2:
-        raise ValueError(f"{len(samples)} samples are no course of time; compile with memory settings and serve requests first")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    times = [s.time_s - samples[0].time_s for s in samples]
-    figure, (memory, layers, requests) = plt.subplots(
-        3, 1, figsize=(8, 6.5), dpi=120, sharex=True, gridspec_kw={"height_ratios": [3, 1, 1.4]}
-    )
-    owners = [[getattr(s, name) / 2**30 for s in samples] for name, _, _ in OWNERS]
-    memory.stackplot(times, owners, labels=[o[1] for o in OWNERS], colors=[o[2] for o in OWNERS], step="post")
-    memory.set_ylabel("GiB")
-    memory.set_title(textwrap.fill(title, 90), fontsize=10)
-    layers.fill_between(times, [s.num_full_entries for s in samples], step="post", color=COLOURS[0], linewidth=0)
-    layers.set_ylabel("layers in full\nprecision")
-    requests.step(times, [s.num_running for s in samples], where="post", label="running", color=COLOURS[5])
-    requests.step(times, [s.num_waiting for s in samples], where="post", label="waiting", color=COLOURS[2])
-    first = samples[0].num_preemptions
-    requests.step(times, [s.num_preemptions - first for s in samples], where="post", label="preemptions so far", color=COLOURS[1])
-    requests.set_ylabel("requests")
-    requests.set_xlabel("seconds")
-    for axes in (memory, layers, requests):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_ylim(bottom=0)
-        axes.margins(x=0)
-    memory.legend(fontsize=7, loc="upper center", ncols=5, bbox_to_anchor=(0.5, -0.02), frameon=False)
-    requests.legend(fontsize=7, frameon=False)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

@@ -27,7 +27,7 @@ from depthfx.passes.program_key import program_key
 from depthfx.report import CompileReport
 from depthfx.runtime.calibration import depth_costs
 from depthfx.runtime.depth_control import DepthControl
-from depthfx.runtime.elastic import ElasticControl, PrecisionSwitch
+from depthfx.runtime.elastic import ElasticControl
 from depthfx.runtime.elastic_memory import SharedMemory, share_memory
 from depthfx.runtime.engine import Engine
 from depthfx.runtime.graphs import decode_buckets
@@ -35,6 +35,7 @@ from depthfx.runtime.kv_offload import offload
 from depthfx.runtime.model import Compiled, as_depth_model
 from depthfx.runtime.parts import MemoryControl
 from depthfx.runtime.precision import entry_names
+from depthfx.runtime.precision_switch import PrecisionSwitch
 from depthfx.runtime.reclaim import close_with, reclaim
 from depthfx.runtime.routes import RouteLog
 from depthfx.runtime.runner import Runner

@@ -31,8 +31,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="depthfx", description="A PyTorch compile backend for Hugging Face decoder models.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="SmolLM2 answers eight questions at once; compared with Hugging Face in the same run")
+    demo = commands.add_parser("demo", help="SmolLM2 answers eight questions at once, compared with Hugging Face, then a burst of requests")
     demo.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="tokens of one answer at most (default 64)")
+    demo.add_argument(
+        "--picture", type=Path, default=None, metavar="PNG", help="of the burst (default: demo-burst.png in the cache folder)"
+    )
     _add_device(demo)
     demo.set_defaults(run=_demo)
 
@@ -302,10 +305,11 @@ def _shapes(model: str) -> list[tuple[int, int, bool]]:
 
 def _demo(options: argparse.Namespace) -> int:
     from depthfx.demo import run_demo
+    from depthfx.settings import cache_dir
 
     device, dtype = place(options)
     require_device(device)
-    return run_demo(device, dtype, options.max_new_tokens)
+    return run_demo(device, dtype, options.max_new_tokens, options.picture or cache_dir() / "demo-burst.png")
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The demo: eight questions at once through the engine, then the same ones through Hugging Face's own ``generate``.
+"""The demo: eight questions at once through the engine, then the same ones through Hugging Face's own ``generate``, then a burst.
 
 Hugging Face's part runs in a process of its own, so that each peak of memory belongs to one of the two.
 """
@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import torch
 
 from depthfx.cli import chat_ids, eos_ids
+from depthfx.demo_burst import BURST, Burst, show_burst
 from depthfx.settings import cache_dir, smollm2_source
 from depthfx.smollm2 import FOLDER, SEAL, converted_folder, load_smollm2, shipped_skipper
 
@@ -46,8 +47,10 @@ class Measured:
     peak_bytes: int = 0
 
 
-def run_demo(device: str, dtype: torch.dtype, max_new_tokens: int, questions: tuple[str, ...] = QUESTIONS) -> int:
-    """Answer, measure, compare, print; the exit code is 0."""
+def run_demo(
+    device: str, dtype: torch.dtype, max_new_tokens: int, picture: Path, questions: tuple[str, ...] = QUESTIONS, burst: Burst = BURST
+) -> int:  # fmt: skip
+    """Answer, measure, compare, serve a ``burst`` with a ``picture`` of it (a PNG), print; the exit code is 0."""
     out = sys.stdout
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
     kind = str(dtype).removeprefix("torch.")
@@ -62,6 +65,7 @@ def run_demo(device: str, dtype: torch.dtype, max_new_tokens: int, questions: tu
     print(compare(ours.answers, theirs.answers, tokenizer, dtype), file=out)
     if (skipper := shipped_skipper()) is not None:
         show_skipping(skipper, device, dtype, max_new_tokens, questions, ours, out)
+    show_burst(device, dtype, questions, out, picture, burst)
     return 0
 
 

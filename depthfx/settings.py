@@ -33,16 +33,17 @@ class ElasticMemory:
     policy: MemoryPolicy = "elastic"
     budget_gib: float | None = None  # as `memory_budget_gib`, which it replaces
     unit_mib: float = 64.0  # size wanted for a unit of lending; rounded to whole KV blocks and to what the device maps
-    low: float = 0.75  # a unit is restored if the held blocks then fill at most this share of what is left to KV
+    low: float = 0.85  # a unit is restored if the held blocks then fill at most this share of what is left to KV
     high: float = 1.0  # a unit is lent when held blocks fill this share of the KV cache; 1: when there is no room left
     dwell_s: float = 0.2  # seconds that pressure must be away before restoring begins
+    patience_s: float = 0.25  # a prompt that waits longer to begin makes steps fast in all layers; inf: KV alone counts, as in the paper
     order: tuple[int, ...] | None = None  # layers in the order in which they give their residuals; None: as they run
     whole_model: bool = False  # full precision returns for all layers at once, as in the paper, not layer by layer
     verify: bool = False  # debugging: poison what is lent and hash what was restored
 
     def __post_init__(self) -> None:
         hints = get_type_hints(ElasticMemory)
-        for name in ("budget_gib", "unit_mib", "low", "high", "dwell_s", "whole_model", "verify"):
+        for name in ("budget_gib", "unit_mib", "low", "high", "dwell_s", "patience_s", "whole_model", "verify"):
             _check_type(name, getattr(self, name), hints[name], "memory")
         if self.policy not in get_args(MemoryPolicy):
             raise SettingError(f"memory policy={self.policy!r} must be one of {get_args(MemoryPolicy)}")
@@ -56,6 +57,8 @@ class ElasticMemory:
             )
         if not 0.0 <= self.dwell_s < float("inf"):
             raise SettingError(f"memory dwell_s={self.dwell_s!r} must be at least 0 and finite")
+        if not self.patience_s >= 0.0:
+            raise SettingError(f"memory patience_s={self.patience_s!r} must be at least 0; inf is allowed")
         order = () if self.order is None else self.order
         if not isinstance(order, tuple) or any(type(layer) is not int for layer in order) or len(set(order)) != len(order):
             raise SettingError(f"memory order={self.order!r} must be a tuple of layer numbers that names no layer twice")

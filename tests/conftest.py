@@ -10,7 +10,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+CUDA = torch.cuda.is_available()
+if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel file is imported
 
 SEED = 0
@@ -56,5 +57,6 @@ def test_starts_alike(module_starts_alike):
 
 
 def seed_all():
-    torch.manual_seed(SEED)
+    # without a device torch.manual_seed spends a millisecond on taking down who asked, in case there will be one
+    (torch.manual_seed if CUDA else torch.default_generator.manual_seed)(SEED)
     random.seed(SEED)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import depthfx
-from depthfx import cli, demo
+from depthfx import cli, demo, demo_burst
 from depthfx.smollm2 import load_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,11 +176,59 @@ def test_eager_side_answers_and_measures():
     assert measured.peak_bytes > 500 << 20
 
 
-def test_demo(capfd):
-    assert demo.run_demo("cpu", torch.float32, 8, demo.QUESTIONS[:3]) == 0
+def residuals(model):
+    return {name: m.lower.clone() for name, m in model.named_modules() if getattr(m, "lower", None) is not None}
+
+
+@pytest.fixture
+def burst_on_two_layers(monkeypatch):
+    """The burst's model cut to two layers; what its engine counted beside what `run_burst` says, and whether residuals came back."""
+    seen = {}
+
+    def load(dtype, device):
+        model, tokenizer = load_smollm2(dtype, device)
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+        return model, tokenizer
+
+    def run(model, prompts, burst):
+        before = residuals(model)
+        found = run_burst(model, prompts, burst)
+        seen.update(found=found, stats=model.engine.stats(), moved=model.engine.control.stats(), precision=model.precision())
+        seen["layout"] = model.engine.control.shared.layout
+        seen["same"] = bool(before) and all(torch.equal(before[name], t) for name, t in residuals(model).items())
+        return found
+
+    run_burst = demo_burst.run_burst
+    monkeypatch.setattr(demo_burst, "load_smollm2", load)
+    monkeypatch.setattr(demo_burst, "run_burst", run)
+    return seen
+
+
+def test_demo(capfd, tmp_path, burst_on_two_layers):
+    picture, burst = tmp_path / "new" / "burst.png", demo_burst.Burst(num_requests=7, max_new_tokens=6, kv_blocks=4)
+    assert demo.run_demo("cpu", torch.float32, 8, picture, demo.QUESTIONS[:3], burst) == 0
     out = capfd.readouterr().out
     assert "The capital of France is Paris." in out
     assert "3 of 3 greedy answers are the same" in out
+    stats, moved, found = (burst_on_two_layers[name] for name in ("stats", "moved", "found"))
+    assert f"7 of 7 requests answered, which came within {found.span:.2f} s: {stats.num_tokens - 4} tokens in " in out  # 4: the warm-up
+    layout = burst_on_two_layers["layout"]
+    units = f"{layout.num_units} units of {layout.unit_bytes / (1 << 20):.1f} MiB, {moved.num_lends} lends, {moved.num_restores} restores"
+    assert f"KV blocks: 4 at rest, {found.peak_blocks} at the peak; {units}" in out
+    assert moved.num_lends == moved.num_restores > 0 and stats.kv.num_open == 4 < found.peak_blocks
+    steps = {mode: number - 4 * (mode == "full") for mode, number in stats.steps_by_precision.items()}
+    assert f"{sum(steps.values())} steps: " + ", ".join(f"{n / sum(steps.values()):.0%} in {mode}" for mode, n in steps.items()) in out
+    assert steps["fast"] + steps["mixed"] > 0
+    assert burst_on_two_layers["same"] and set(burst_on_two_layers["precision"].values()) == {"full"}
+    assert len(found.first_tokens) == 7 and all(wait > 0 for _, wait in found.first_tokens)
+    assert out.rstrip().endswith(f"picture: {picture}") and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_burst_without_matplotlib_has_no_picture(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = SimpleNamespace(samples=[0, 1], first_tokens=[], requests=2, rest_blocks=4)
+    assert demo_burst.draw(found, tmp_path / "burst.png") == "a picture of it needs the package matplotlib: pip install depthfx[demo]"
+    assert not list(tmp_path.iterdir())
 
 
 def test_generate_and_explain(capfd):

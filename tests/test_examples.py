@@ -9,12 +9,12 @@ from depthfx import smollm2
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 
-def run(name):
+def run(name, *arguments):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where the tracing of a policy looks for what its code names
     spec.loader.exec_module(module)
-    return module.main()
+    return module.main(arguments) if arguments else module.main()
 
 
 def test_quickstart():
@@ -28,16 +28,21 @@ def test_engine():
     assert "Paris" in answers["late"]
 
 
-def test_torch_compile(monkeypatch):
+def keep_layers(monkeypatch, count):
+    """The model without most of its layers, which are all alike: tracing, training and Inductor take their time for each."""
     load = smollm2.load_smollm2
 
-    def first_layers():
-        """The same model without most of its layers, which are all alike: Inductor takes a second for each."""
-        model, tokenizer = load()
-        del model.model.layers[3:]
+    def first_layers(*options):
+        model, tokenizer = load(*options)
+        del model.model.layers[count:]
+        model.config.num_hidden_layers = count
         return model, tokenizer
 
     monkeypatch.setattr(smollm2, "load_smollm2", first_layers)
+
+
+def test_torch_compile(monkeypatch):
+    keep_layers(monkeypatch, 2)
     assert run("torch_compile") < 1e-3  # FP32 logits, sums in another order
 
 
@@ -49,8 +54,10 @@ def test_own_policy():
     assert run("own_policy") == "The capital of France is Paris.\n\nThe French language is a language that is"
 
 
-def test_train_skipper():
-    assert 0.05 < run("train_skipper") < 0.95
+def test_train_skipper(monkeypatch, capsys):
+    keep_layers(monkeypatch, 8)
+    assert 0.05 < run("train_skipper", "--layers", "4", "5", "6", "7") < 0.95
+    assert "The capital of France is" in capsys.readouterr().out
 
 
 def test_all_are_tested():

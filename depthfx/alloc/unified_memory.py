@@ -16,10 +16,10 @@ from contextlib import ExitStack
 
 import torch
 
-from depthfx.alloc.mapping_ledger import AddressRange, Handle
+from depthfx.alloc.mapping_ledger import AddressRange, Handle, in_words
 from depthfx.alloc.physical_backend import PhysicalBackend
 from depthfx.alloc.units import UnitLayout
-from depthfx.errors import MemoryRequestError, MemoryStateError
+from depthfx.errors import MemoryRequestError, MemoryStateError, OutOfPhysicalMemoryError
 
 ALIGNMENT = 256  # bytes; what PyTorch's own allocator gives is 512, what vector loads and the tensor copy engine need is 128
 
@@ -55,8 +55,14 @@ class UnifiedMemory:
         with ExitStack() as undo:
             kv = _reserve(backend, undo, padded + home_bytes)
             home = _reserve(backend, undo, home_bytes)
-            units = _create(backend, undo, layout.num_units, layout.unit_bytes)
-            base = _create(backend, undo, 1, padded) if padded else []
+            try:
+                units = _create(backend, undo, layout.num_units, layout.unit_bytes)
+                base = _create(backend, undo, 1, padded) if padded else []
+            except OutOfPhysicalMemoryError as error:
+                raise OutOfPhysicalMemoryError(
+                    f"{in_words(padded + home_bytes)} for {layout.num_units} units of {in_words(layout.unit_bytes)} and {in_words(base_bytes)} "
+                    f"of base KV blocks cannot be had: {error}"
+                ) from error
             _map(backend, undo, kv, [*base, *units])
             _map(backend, undo, home, units)
             undo.pop_all()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -82,12 +83,12 @@ def call(graph: fx.Graph, ctx: PassContext, like: fx.Node, target: Callable[...,
     return node
 
 
-def refresh_values(gm: fx.GraphModule, ctx: PassContext) -> None:
-    """Recompute every node's fake value from its inputs: a rewrite upstream may have changed strides."""
+def refresh_values(gm: fx.GraphModule, ctx: PassContext, known: Mapping[fx.Node, Any] = MappingProxyType({})) -> None:
+    """Recompute every node's fake value from its inputs, for a rewrite upstream may have changed strides; but take those of ``known``."""
     with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
         for node in gm.graph.nodes:
             if node.op in ("call_function", "call_method"):
-                node.meta["example_value"] = _fake_value(node, ctx)
+                node.meta["example_value"] = known[node] if node in known else _fake_value(node, ctx)
 
 
 def _fake_value(node: fx.Node, ctx: PassContext) -> Any:

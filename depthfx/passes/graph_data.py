@@ -55,6 +55,8 @@ def from_data(data: list[list[Any]]) -> fx.Graph:
 def _place_of(function: Callable[..., Any]) -> str:
     if isinstance(function, torch._ops.OpOverload):
         return f"torch.ops:{function.namespace}.{function._schema.name.split('::')[1]}.{function._overloadname}"
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return f"torch.ops:{function._qualified_op_name.replace('::', '.')}"
     name = getattr(function, "__name__", "")
     for place, module in _PLACES.items():
         if getattr(module, name, None) is function:
@@ -66,8 +68,10 @@ def _find(target: str) -> Callable[..., Any]:
     place, _, name = target.partition(":")
     found: Any
     if place == "torch.ops":
-        namespace, op, overload = name.split(".")
-        found = getattr(getattr(getattr(torch.ops, namespace), op), overload)
+        namespace, op, *overload = name.split(".")
+        found = getattr(getattr(torch.ops, namespace), op)
+        for part in overload:
+            found = getattr(found, part)
     else:
         found = getattr(_PLACES[place], name)
     if not callable(found):

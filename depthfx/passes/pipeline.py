@@ -179,15 +179,15 @@ def _rewritten(
         return found
     on_miss()
     before = {section: len(lines) for section, lines in report.sections.items()}
-    gm, ctx = _captured(traces, report, routed)
+    gm, ctx = _captured(traces, report, routed, stored=True)
     with report.timed("program cache"):
         added = {section: lines[before.get(section, 0) :] for section, lines in report.sections.items()}
         save_program(path, gm, ctx, {section: lines for section, lines in added.items() if lines and section != CACHES})
     return gm, ctx
 
 
-def _captured(traces: Traces, report: CompileReport, routed: bool) -> tuple[fx.GraphModule, PassContext]:
+def _captured(traces: Traces, report: CompileReport, routed: bool, stored: bool = False) -> tuple[fx.GraphModule, PassContext]:
     with report.timed("capture"):
-        gm, ctx = traces.get(report, routed)
+        gm, ctx = traces.get(report, routed, stored)
     run_passes(gm, ctx)
     return gm, ctx

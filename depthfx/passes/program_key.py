@@ -55,6 +55,11 @@ def program_key(model: torch.nn.Module, settings: Settings, target: str, skipper
     return hashlib.sha256("\n".join(parts).encode("utf-8", "backslashreplace")).hexdigest()
 
 
+def trace_key(model: torch.nn.Module, settings: Settings, target: str) -> str:
+    """Hex digest for the trace of ``model``, which follows from one setting alone."""
+    return program_key(model, Settings(max_model_len=settings.max_model_len), target)
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -11,6 +11,8 @@ from torch import fx
 from depthfx.contracts import Skipper
 from depthfx.passes.capture import capture
 from depthfx.passes.context import SKIPPER, PassContext, Target
+from depthfx.passes.program_key import trace_key
+from depthfx.passes.program_store import load_trace, save_trace, trace_file
 from depthfx.passes.route_markers import ROUTE
 from depthfx.report import CompileReport
 from depthfx.settings import Settings
@@ -26,10 +28,13 @@ class Traces:
         self.model, self.settings, self.target, self.skipper = model, settings, target, skipper
         self._kept: tuple[fx.GraphModule, PassContext] | None = None
 
-    def get(self, report: CompileReport, routed: bool) -> tuple[fx.GraphModule, PassContext]:
-        """Graph and context as :func:`~depthfx.passes.capture.capture` yields them; ``routed``: with the decisions of the skipper."""
+    def get(self, report: CompileReport, routed: bool, stored: bool = False) -> tuple[fx.GraphModule, PassContext]:
+        """Graph and context as :func:`~depthfx.passes.capture.capture` yields them; ``routed``: with the decisions of the skipper.
+
+        ``stored``: without a skipper, from the cache folder where they are kept there, else kept there for the next time.
+        """
         if self.skipper is None:
-            return capture(self.model, self.settings, self.target, report)
+            return self._stored(report) if stored else capture(self.model, self.settings, self.target, report)
         if self._kept is None:
             self._kept = capture(self.model, self.settings, self.target, report, self.skipper)
         kept, context = self._kept
@@ -41,6 +46,14 @@ class Traces:
         if not routed:
             _drop_routes(gm, own)
         return gm, own
+
+    def _stored(self, report: CompileReport) -> tuple[fx.GraphModule, PassContext]:
+        path = trace_file(trace_key(self.model, self.settings, self.target), self.settings)
+        found = load_trace(path, self.settings, self.target, report)
+        if found is None:
+            found = capture(self.model, self.settings, self.target, report)
+            save_trace(path, *found)
+        return found
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from depthfx.errors import InvalidRequestError
 from depthfx.records import Chunk, SamplingParams, StepPlan
 from depthfx.report import CACHES, CompileReport
-from depthfx.runtime.depth_control import DepthCosts, StepCost, explain_costs
+from depthfx.runtime.depth_control import DepthControl, DepthCosts, StepCost, explain_costs
+from depthfx.runtime.engine import Engine
 from depthfx.runtime.runner import Runner
 from depthfx.settings import DepthRule
 from depthfx.whole_file import write_whole
@@ -67,6 +69,31 @@ def measure(runner: Runner, num_blocks: int, precision: bytes = b"") -> DepthCos
             return bench.costs(kv.token_bytes // kv.num_layers, runner.shape.num_places)
         finally:
             bench.clear()
+
+
+def calibrate_again(engine: Engine) -> DepthCosts:
+    """The costs of ``engine``'s steps measured anew, and nothing known of what its skipper skips: for a policy whose tensors were changed.
+
+    As a model that was just compiled with this policy, but for the file of costs, which is neither read nor written. Cached prefixes are forgotten.
+    Raises :class:`InvalidRequestError` while requests are unfinished, or unless the model was compiled with ``depth="auto"``.
+    """
+    with engine._state:
+        scheduler = engine._scheduler
+        if scheduler.depth is None or engine.routes is None:
+            raise InvalidRequestError(
+                "calibrate_again: nothing is decided by costs here; compile the model with a skipper and depth='auto'"
+            )
+        if engine.has_unfinished():
+            raise InvalidRequestError(
+                f"calibrate_again: {len(scheduler.unfinished())} requests are unfinished, and measuring writes over their KV; let them end first"
+            )
+        manager = scheduler.manager
+        manager.forget_content()
+        blocks = manager.num_blocks if manager.region is None else manager.region.layout.num_base_blocks
+        costs = measure(cast(Runner, engine._runner), blocks, scheduler.precision)
+        scheduler.depth = DepthControl(costs, scheduler.depth.rule)
+        engine.routes.observer = scheduler.depth.observe
+    return costs
 
 
 def load_costs(path: Path, identity: str) -> tuple[DepthCosts | None, str]:

@@ -26,6 +26,7 @@ from depthfx.alloc.manager import MemoryManager
 from depthfx.alloc.restore_worker import RestoreWorker
 from depthfx.alloc.unified_memory import POISON
 from depthfx.errors import DepthfxError, MemoryStateError, RestoreError, UnsupportedOptionError
+from depthfx.runtime.backlog import Backlog
 from depthfx.runtime.elastic_memory import SharedMemory
 from depthfx.settings import ElasticMemory
 
@@ -33,7 +34,7 @@ MAX_RESTORING = 16  # units handed to the worker and not yet back; more would on
 RETRY_SECONDS = 1.0  # after a copy failed
 _LAST_WORDS_SECONDS = 10.0  # of a worker that has ended
 _FAILED_WAIT_SECONDS = 0.01
-MAX_TRIES = 3  # of `restore`, before it gives up
+MAX_TRIES = 3  # in a row without any success, before `restore` and requests that wait for full precision give up
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,14 @@ class ElasticControl:
         self._copies = [(piece, shared.backup.unit(unit)) for unit, piece in enumerate(pieces)]  # of each unit: where to, where from
         self._num_clean = 0  # units [0, _num_clean) are open to KV and were cleared
         self._calm_since: float | None = None
+        self._backlog = Backlog(settings.patience_s, settings.dwell_s, clock)
         self._retry_at = 0.0
         self._pressed = False  # somebody waits for full precision: nothing is lent ahead of need
         self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
         self._failure = ""  # the last one, as text: tracebacks keep tensors alive
+        self.num_tries_failed = 0  # in a row; a try is all copies that are handed over together
+        self._trying = False  # no copy of the latest try has failed yet
+        self._hopeless = ""  # why who waits should not go on waiting; not yet told
         self._versions = self._count_changes()
         self._seen: bytes | None = None
         self._mask = b""
@@ -85,7 +90,7 @@ class ElasticControl:
     def mask(self) -> bytes:
         """``[entries]``: 1 where steps planned now may run in full precision."""
         resident = self.region.resident()
-        if self.settings.policy == "static_fast":
+        if self.settings.policy == "static_fast" or (self._backlog.hurried and self.manager.may_lend):
             return bytes(len(resident))
         if resident is not self._seen:
             self._seen, mask = resident, bytearray(resident)
@@ -102,9 +107,10 @@ class ElasticControl:
                 "set_precision: memory policy 'static_fast' lent all residual bytes to the KV cache for good; compile with policy='elastic'"
             )
 
-    def before_plan(self) -> None:
-        """Books what the worker has copied back, and lends ahead of need where ``high`` or the policy asks for it."""
+    def before_plan(self, waiting_since: float | None) -> None:
+        """Books what the worker has copied back, lends ahead of need where ``high`` or the policy asks for it, and minds the backlog."""
         self.collect()
+        self._backlog.look(waiting_since)
         if self.settings.policy == "static_fast":
             self.manager.lend(self.shared.layout.num_units)  # what `restore` brought back for a while
         elif self.settings.high < 1.0 and not self._pressed and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:
@@ -130,7 +136,9 @@ class ElasticControl:
         ``idle``: there is no request left, so nothing is waited for.
         """
         self.collect()
-        now, self._pressed = self._clock(), False
+        now, self._pressed, self._hopeless = self._clock(), False, ""
+        if idle:
+            self._backlog.rest()
         if now >= self._retry_at:
             self._retry()
         if waiting or not self._fits() or self.settings.policy == "static_fast" or now < self._retry_at:
@@ -143,10 +151,14 @@ class ElasticControl:
             self._empty_highest()
             self._restore(forced=idle)
 
-    def press(self, spare: int) -> None:
-        """Restores every unit without which held and ``spare`` blocks have room, whatever the thresholds: somebody waits for full precision."""
+    def press(self, spare: int) -> str:
+        """Restores every unit without which held and ``spare`` blocks have room, whatever the thresholds: somebody waits for full precision.
+
+        Returns why it is not worth waiting any longer, once for each try that failed from the :data:`MAX_TRIES`-th in a row on; else "".
+        """
         self.collect()
         self._pressed = True
+        self._backlog.rest()
         if self._clock() >= self._retry_at:
             self._retry()
             per_unit = self.shared.layout.blocks_per_unit
@@ -158,6 +170,8 @@ class ElasticControl:
                     break
                 assert self.region.num_open_units < num_open
         self._calm_since = None
+        hopeless, self._hopeless = self._hopeless, ""
+        return hopeless
 
     def wait(self, seconds: float) -> None:
         """Until the copies that are under way have ended, or for a while where they failed."""
@@ -247,11 +261,13 @@ class ElasticControl:
 
     def _begin(self, unit: int, event: torch.cuda.Event | None) -> bool:
         self.manager.begin_restore(unit)
+        self._trying = True
         self._num_clean = min(self._num_clean, unit)
         return self._submit(unit, event)
 
     def _retry(self) -> None:
         event, units = self._after_launched() if self._to_retry else None, sorted(self._to_retry)
+        self._trying = bool(units) or self._trying
         for unit in units:
             self._to_retry.discard(unit)
             self._submit(unit, event)
@@ -304,6 +320,7 @@ class ElasticControl:
                 self._fail(error.unit, error)
         for unit in done:
             self.manager.finish_restore(unit)
+            self.num_tries_failed, self._hopeless = 0, ""
         if done and self.settings.verify:
             self._verify(done)
 
@@ -319,6 +336,11 @@ class ElasticControl:
         self._retry_at = self._clock() + RETRY_SECONDS
         if unit is not None:
             self._to_retry.add(unit)
+        if self._trying:
+            self._trying, self.num_tries_failed = False, self.num_tries_failed + 1
+            if self._pressed and self.num_tries_failed >= MAX_TRIES:
+                tries = f"{self.num_tries_failed} tries in a row failed, the last one with: {error}"
+                self._hopeless = f"residual bytes cannot be copied back from the host: {tries}"
         warnings.warn(f"a residual was not restored, its layer stays in fast precision and is tried again: {error}", stacklevel=2)
 
     def _guard(self, entry: int) -> Callable[[], None]:
@@ -335,63 +357,3 @@ class ElasticControl:
         if self._stream is None or torch.cuda.current_stream(self._device) == self._stream:
             return nullcontext()  # the usual case, and entering a stream is most of what lending a unit costs the host
         return torch.cuda.stream(self._stream)
-
-
-class PrecisionSwitch:
-    """The policy ``nested_resident``: fast while held blocks are above ``high``, full again below ``low`` for a while; nothing is lent."""
-
-    def __init__(
-        self, manager: MemoryManager, num_entries: int, settings: ElasticMemory, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.manager, self.settings = manager, settings
-        self._masks = {True: bytes([1] * num_entries), False: bytes(num_entries)}
-        self._full = True
-        self._clock = clock
-        self._calm_since: float | None = None
-
-    def mask(self) -> bytes:
-        """As :meth:`ElasticControl.mask`."""
-        return self._masks[self._full]
-
-    def restore(self, timeout: float) -> None:
-        """Nothing was lent."""
-
-    def collect(self) -> None:
-        """Nothing is under way."""
-
-    def weights_changed(self) -> None:
-        """There is no copy of them."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-    def check_wanted(self, state: bytes) -> None:
-        """Every state is possible."""
-
-    def before_plan(self) -> None:
-        """Fast from here on if the KV cache is as full as ``high`` says, unless somebody runs who asks for full precision."""
-        if self._is_high() and self.manager.may_lend:
-            self._full, self._calm_since = False, None
-
-    def _is_high(self) -> bool:
-        held = self.manager.held_blocks
-        return held > 0 and held / self.manager.num_blocks >= min(self.settings.high, 1.0 - 1.0 / self.manager.num_blocks)
-
-    def press(self, spare: int) -> None:
-        """Full at once below ``high``."""
-        self._full, self._calm_since = not self._is_high(), None
-
-    def wait(self, seconds: float) -> None:
-        """Nothing to wait for."""
-
-    def after_plan(self) -> None:
-        """Nothing to do."""
-
-    def after_commit(self, waiting: bool, idle: bool) -> None:
-        """Full again once pressure has been away for the dwell time."""
-        if self._full or waiting or self.manager.held_blocks > self.settings.low * self.manager.num_blocks:
-            self._calm_since = None
-            return
-        now = self._clock()
-        self._calm_since = now if self._calm_since is None else self._calm_since
-        self._full = idle or now - self._calm_since >= self.settings.dwell_s

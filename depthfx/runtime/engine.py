@@ -22,6 +22,7 @@ from depthfx.runtime.request import (
     check_prompt,
     check_sampling,
     check_still_full,
+    check_streamable,
     check_token,
 )
 from depthfx.runtime.routes import RouteLog, depth_parts
@@ -105,7 +106,7 @@ class Engine:
 
         Several streams may be read in turn or from several threads. Raises as :meth:`add`.
         """
-        self._refuse_external(sampling)
+        check_streamable(sampling)
         return TokenStream(self, self._add(prompt_token_ids, sampling, request_id, stop_check, deque()))
 
     def run(self, requests: Iterable[tuple[Iterable[int], SamplingParams | None]]) -> dict[str, RequestOutput]:
@@ -228,10 +229,6 @@ class Engine:
 
     # -- requests and mailboxes
 
-    def _refuse_external(self, sampling: SamplingParams | None) -> None:
-        if sampling is not None and sampling.external:
-            raise InvalidRequestError("external=True: a stream cannot wait for tokens from outside; use add(), step() and push_token()")
-
     @contextmanager
     def _booked(self) -> Iterator[None]:
         """While tokens are booked, and stop checks with them, the requests must not change under the scheduler's hands."""
@@ -335,7 +332,7 @@ class Engine:
             if launched and len(self._flights) < self._depth:
                 return True
             if control is not None:
-                control.press(0)
+                self._tidy_memory(stuck=True)
             flight = self._flights[0] if self._flights else None
         if flight is None:
             assert control is not None
@@ -352,7 +349,7 @@ class Engine:
         if len(self._flights) >= self._depth or (self._flights and self._flights[-1].error is not None):
             return False
         if self.control is not None:
-            self.control.before_plan()
+            self.control.before_plan(self._scheduler.waiting_since)
         plan = self._scheduler.plan()
         if self.control is not None:
             self.control.after_plan()
@@ -393,8 +390,11 @@ class Engine:
         if error is not None and (result is not None or self._num_faults > 1):
             raise error
 
-    def _tidy_memory(self) -> None:
-        if self.control is not None and self._scheduler.presses:
-            self.control.press(self._scheduler.num_running)
-        elif self.control is not None:
-            self.control.after_commit(self._scheduler.num_waiting > 0, not self._scheduler.has_unfinished())
+    def _tidy_memory(self, stuck: bool = False) -> None:
+        """``stuck``: nothing can run, so nobody needs room to go on."""
+        control, scheduler = self.control, self._scheduler
+        if control is not None and scheduler.presses:
+            if why := control.press(0 if stuck else scheduler.num_running):
+                self._deliver(scheduler.give_up(why))
+        elif control is not None:
+            control.after_commit(scheduler.num_waiting > 0, not scheduler.has_unfinished())

@@ -48,8 +48,8 @@ class MemoryControl(Protocol):
     def check_wanted(self, state: bytes) -> None:
         """Raises where a state of precision can never be had."""
 
-    def before_plan(self) -> None:
-        """Takes in what came back, and lends ahead of need."""
+    def before_plan(self, waiting_since: float | None) -> None:
+        """Takes in what came back, and lends ahead of need. ``waiting_since``: of the next request, see :class:`depthfx.runtime.backlog.Backlog`."""
 
     def after_plan(self) -> None:
         """Makes sure that what was lent can be written by the step that is launched next."""
@@ -57,8 +57,10 @@ class MemoryControl(Protocol):
     def after_commit(self, waiting: bool, idle: bool) -> None:
         """Gives back what is not needed."""
 
-    def press(self, spare: int) -> None:
-        """Instead of `after_commit` while somebody waits for full precision: brings back what leaves room for held and ``spare`` blocks."""
+    def press(self, spare: int) -> str:
+        """Instead of `after_commit` while somebody waits for full precision: brings back what leaves room for held and ``spare`` blocks.
+
+        Returns why who waits should give up, or ""."""
 
     def wait(self, seconds: float) -> None:
         """Nothing can run before what was pressed for is back: waits for it, at most so long. Called without the engine's lock."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, get_args
 
-from depthfx.errors import InvalidRequestError, RequestTooLargeError, SettingError
+from depthfx.errors import InvalidRequestError, NonFiniteLogitsError, RequestTooLargeError, RestoreError, SettingError
 from depthfx.records import Depth, MinPrecision, SamplingParams
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens", "may_route", "num_backed",
-        "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling", "promoted_at",
-        "request_id", "routed", "salt", "sample_row", "sampling", "settled", "state", "status", "stop_check", "table_row", "token_ids",
+        "added_s", "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens",
+        "may_route", "num_backed", "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling",
+        "promoted_at", "request_id", "routed", "salt", "sample_row", "sampling", "settled", "state", "status", "stop_check", "table_row", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -64,7 +65,9 @@ class Request:
         stop_check: StopCheck | None = None,
         salt: bytes = b"",
         depth: tuple[Depth, Depth] = ("dense", "dense"),
+        added_s: float | None = None,
     ) -> None:
+        """``added_s``: when, by ``time.monotonic``; None: now."""
         self.request_id = request_id
         self.number = zlib.crc32(request_id.encode()) & 0x7FFFFFFF
         self.auto = depth[0] == "auto", depth[1] == "auto"  # whether the depth of prompt and answer is left open
@@ -84,6 +87,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.arrival = -1
+        self.added_s = time.monotonic() if added_s is None else added_s
         self.last_step = -1  # last step whose plan names the request
         self.keep_content = True  # its KV may be reused by others after it ends
         self.forget_place()
@@ -226,6 +230,12 @@ def check_sampling(sampling: SamplingParams) -> None:
             raise InvalidRequestError(f"sampling parameter {name}={value!r} must be {allowed}; change it in the request's SamplingParams")
 
 
+def check_streamable(sampling: SamplingParams | None) -> None:
+    """Raises :class:`InvalidRequestError` for a request whose tokens are picked outside."""
+    if sampling is not None and sampling.external:
+        raise InvalidRequestError("external=True: a stream cannot wait for tokens from outside; use add(), step() and push_token()")
+
+
 def check_full(sampling: SamplingParams, never: str, wanted: bytes) -> None:
     """Raises :class:`InvalidRequestError` if ``min_precision="full"`` cannot be had: ``never`` says why no layer ever is full, ``wanted`` has
     the entries that the user allows to be full."""
@@ -240,6 +250,22 @@ def check_still_full(wanted: bytes, num_full: int) -> None:
         raise InvalidRequestError(
             f"set_precision: {num_full} unfinished requests ask for min_precision='full', so no layer may be fast; let them end first"
         )
+
+
+def not_finite(request: Request) -> NonFiniteLogitsError:
+    """Why a request ends whose logits are not numbers."""
+    return NonFiniteLogitsError(
+        f"request {request.request_id!r} got NaN logits for token {len(request.output_ids)} of its output; logits must be numbers: "
+        "check the weights, the dtype and the prompt"
+    )
+
+
+def never_full(request: Request, why: str) -> RestoreError:
+    """Why a request ends that waited for full precision."""
+    return RestoreError(
+        f"request {request.request_id!r} asks for min_precision='full', but {why}; ask again later, or without min_precision: "
+        "such requests are served in fast precision meanwhile"
+    )
 
 
 def _is_depth(depth: object) -> bool:

@@ -6,7 +6,8 @@ its tokens kept; the oldest one is therefore never held up.
 
 Full precision: a request that asks for it is admitted once every entry is full, and nothing is lent while it runs: others wait or are
 preempted. While it waits at the head of the queue (`presses`) nobody is admitted past it, those who run may still lend what they need
-to end, and residuals return as they do. So it waits for the requests before it and for the copies, and never for one that came later.
+to end, and residuals return as they do. So it waits for the requests before it and for the copies, and never for one that came later. Where
+the copies fail again and again it ends with an error (`give_up`), and those behind it go on.
 
 Lookahead: `plan` may be called once more before the previous step is committed. Three rules keep that exact.
 
@@ -27,12 +28,12 @@ from dataclasses import dataclass
 from operator import and_, attrgetter
 
 from depthfx.alloc.manager import MemoryManager
-from depthfx.errors import InternalError, InvalidRequestError, NonFiniteLogitsError
+from depthfx.errors import InternalError, InvalidRequestError
 from depthfx.records import Chunk, StepPlan, StepResult
 from depthfx.runtime.chunks import decode_chunk, prefill_chunk, state_of
 from depthfx.runtime.depth_choice import promote, prompt_pays, rows_of_step, wants_probe
 from depthfx.runtime.depth_control import DepthControl
-from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status, check_limits, fit_request
+from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status, check_limits, fit_request, never_full, not_finite
 
 _by_arrival = attrgetter("arrival")
 
@@ -64,16 +65,13 @@ class Scheduler:
         self.route_reads: Collection[str] = ()  # what policies read of a row, see `state_of`; settable
         self.mask: Callable[[], bytes] = bytes  # which entries may be full now; empty: all
         self.depth: DepthControl | None = None  # decides where requests leave their depth open; settable
-        self.num_full = 0  # unfinished requests that ask for full precision
-        self._num_full_running = 0
-        self.num_preemptions = 0
-        self.num_reused_tokens = 0
+        self.num_full = self._num_full_running = 0  # unfinished requests that ask for full precision
+        self.num_preemptions = self.num_reused_tokens = 0
         self._requests: dict[str, Request] = {}  # all that have not ended
         self._waiting: deque[Request] = deque()  # by arrival
         self._running: list[Request] = []  # all that hold blocks and have not ended, by arrival
         self._steps: deque[_Step] = deque()  # planned and not committed
-        self._next_step = 0
-        self._next_arrival = 0
+        self._next_step = self._next_arrival = 0
         self._blocked: tuple[str, int] | None = None  # the request that found no room, and the manager's release count then
 
     @property
@@ -91,6 +89,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that wait for a place."""
         return len(self._waiting)
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the next request was added, where fast steps would let it begin sooner."""
+        return self._waiting[0].added_s if self._waiting and not self._waiting[0].full else None
 
     @property
     def presses(self) -> bool:
@@ -126,6 +129,13 @@ class Scheduler:
         """Ends a request at once, whatever it is doing; None if there is no such unfinished request."""
         request = self._requests.get(request_id)
         return None if request is None else self._end(request, "abort")
+
+    def give_up(self, why: str) -> list[RequestOutput]:
+        """Ends the requests that wait for nothing but full precision, which ``why`` keeps from them."""
+        outputs = []
+        while self.presses:
+            outputs.append(self._end(self._waiting[0], "error", never_full(self._waiting[0], why)))
+        return outputs
 
     def push_token(self, request_id: str, token: int) -> RequestOutput:
         """Gives a parked request its next token. Raises :class:`InvalidRequestError` if it is not parked."""
@@ -201,7 +211,8 @@ class Scheduler:
             if chunk.samples:
                 request.num_pending -= 1
                 if not result.finite[row]:
-                    outputs.append(self._end_not_finite(request))
+                    request.keep_content = False
+                    outputs.append(self._end(request, "error", not_finite(request)))
                     continue
             if request.num_computed % block_tokens < num_tokens:  # a block became full
                 self.manager.register(request.request_id, request.token_ids, request.num_sharable)
@@ -345,10 +356,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
-        place = 0
-        while place < len(self._waiting) and self._waiting[place].arrival < request.arrival:
-            place += 1
-        self._waiting.insert(place, request)
+        insort(self._waiting, request, key=_by_arrival)
 
     # -- booking
 
@@ -370,26 +378,18 @@ class Scheduler:
             return RequestOutput(request.request_id, (token,))
         return self._end(request, reason, None, (token,))
 
-    def _end_not_finite(self, request: Request) -> RequestOutput:
-        request.keep_content = False
-        error = NonFiniteLogitsError(
-            f"request {request.request_id!r} got NaN logits for token {len(request.output_ids)} of its output; logits must be numbers: "
-            "check the weights, the dtype and the prompt"
-        )
-        return self._end(request, "error", error)
-
     def _end(
         self, request: Request, reason: FinishReason, error: BaseException | None = None, token_ids: tuple[int, ...] = ()
     ) -> RequestOutput:
         del self._requests[request.request_id]
         self.num_full -= request.full
-        request.finish_reason = reason
-        request.error = error
+        request.finish_reason, request.error = reason, error
         if request.holds_blocks:
             self._leave(request)
             self._release_if_unnamed(request)
         elif request.status is Status.WAITING:
             self._waiting.remove(request)
+            self._blocked = None  # another one may come with the same id
         request.status = Status.FINISHED
         return RequestOutput(request.request_id, token_ids, True, reason, error)
 

@@ -74,14 +74,15 @@ def derive_limits(config: Any, settings: Settings, device: torch.device) -> Limi
 def size_kv_blocks(modules: Sequence[torch.nn.Module], program: Any, limits: Limits, settings: Settings, report: CompileReport) -> int:
     """Number of KV blocks that fit: ``kv_blocks`` if set, else the budget less the weights of ``modules`` (model, skipper) and activations.
 
-    Raises :class:`MemoryBudgetError` if not even one request of one block fits.
+    Raises :class:`MemoryBudgetError` if not even one request of one block fits, or if the device has not that much memory left.
     """
     kv: KvShape = program.kv_shape
     useful = limits.max_batch_size * limits.blocks_per_row  # more could never be named by the block table
+    device = next(modules[0].parameters()).device
     if settings.kv_blocks is not None:
+        check_free(settings.kv_blocks * kv.block_bytes, device)
         report.add("memory", f"KV pool: {settings.kv_blocks} blocks of {kv.block_tokens} tokens, as set")
         return settings.kv_blocks
-    device = next(modules[0].parameters()).device
     weights = _weight_bytes(modules)
     activations = 0
     if device.type == "cuda":
@@ -101,9 +102,23 @@ def size_kv_blocks(modules: Sequence[torch.nn.Module], program: Any, limits: Lim
             f"the memory budget leaves {max(room, 0) / GIB:.2f} GiB for KV beside {weights / GIB:.2f} GiB of weights and {activations / GIB:.2f} GiB of "
             f"activations; one block needs {kv.block_bytes / GIB:.4f} GiB: raise memory_budget_gib or lower max_batch_tokens"
         )
+    check_free(blocks * kv.block_bytes, device)
     report.add("memory", f"weights {weights / GIB:.2f} GiB, activations {activations / GIB:.2f} GiB")
     report.add("memory", f"KV pool: {blocks} blocks of {kv.block_tokens} tokens, {blocks * kv.block_bytes / GIB:.2f} GiB")
     return blocks
+
+
+def check_free(pool: int, device: torch.device) -> None:
+    """Raises :class:`MemoryBudgetError` where a KV pool of ``pool`` bytes is more than a CUDA device has left, by whatever process it was taken."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's cache gives way
+    if pool > free:
+        raise MemoryBudgetError(
+            f"a KV pool of {pool / GIB:.2f} GiB does not fit the {free / GIB:.2f} GiB that are free on {device}, of {total / GIB:.2f} GiB: "
+            "end the processes that hold the rest, or lower memory_budget_gib (budget_gib of memory) or kv_blocks"
+        )
 
 
 def _weight_bytes(modules: Sequence[torch.nn.Module]) -> int:

@@ -18,8 +18,15 @@ class Code(IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
 
 
+class FakeDevice:
+    """The memory of one device, which several processes share: bytes in all and bytes taken."""
+
+    def __init__(self, total: int = 1 << 40) -> None:
+        self.total, self.taken = total, 0
+
+
 class FakeDriver:
-    """``fail`` maps a call's name to the code that it returns; ``calls`` lists the names of all calls."""
+    """``fail`` maps a call's name to the code that it returns; ``calls`` lists the names of all calls; ``device`` has the memory."""
 
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED=102, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED=110
@@ -32,7 +39,8 @@ class FakeDriver:
     )
     CUmemLocation = CUmemAccessDesc = SimpleNamespace
 
-    def __init__(self) -> None:
+    def __init__(self, device: FakeDevice | None = None) -> None:
+        self.device = FakeDevice() if device is None else device
         self.fail: dict[str, Code] = {}
         self.calls: list[str] = []
         self.has_vmm = True
@@ -58,6 +66,10 @@ class FakeDriver:
             if name.startswith("cuMem") and name != "cuMemGetAllocationGranularity" and not self.contexts:
                 return (Code.CUDA_ERROR_INVALID_CONTEXT, None)
             answer = getattr(self, f"do_{name}")(*arguments)
+            if isinstance(answer, tuple):
+                return (Code.CUDA_SUCCESS, *answer)
+            if isinstance(answer, Code):
+                return (answer, None)
             return (Code.CUDA_ERROR_INVALID_VALUE, None) if answer is False else (Code.CUDA_SUCCESS, *([] if answer is None else [answer]))
 
         return call
@@ -107,6 +119,9 @@ class FakeDriver:
     def do_cuMemCreate(self, size, properties, flags):
         if size % GRANULARITY or not size or flags:
             return False
+        if self.device.taken + size > self.device.total:
+            return Code.CUDA_ERROR_OUT_OF_MEMORY
+        self.device.taken += size
         self.properties.append(properties)
         raw = self._memory._create(size) + GRANULARITY  # 0 is no handle
         self.handles[raw] = size
@@ -115,8 +130,11 @@ class FakeDriver:
     def do_cuMemRelease(self, raw):
         if raw not in self.handles:
             return False
-        del self.handles[raw]
+        self.device.taken -= self.handles.pop(raw)
         self._memory._release(raw - GRANULARITY, GRANULARITY)
+
+    def do_cuMemGetInfo(self):
+        return self.device.total - self.device.taken, self.device.total
 
     def do_cuMemMap(self, address, size, offset, raw, flags):
         inside = any(base <= address and address + size <= base + length for base, length in self.ranges.items())

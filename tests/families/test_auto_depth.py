@@ -14,7 +14,7 @@ import depthfx
 from depthfx.api import _costs_key
 from depthfx.errors import InvalidRequestError, SettingError
 from depthfx.records import SamplingParams
-from depthfx.runtime.calibration import load_costs, measure, save_costs
+from depthfx.runtime.calibration import calibrate_again, load_costs, measure, save_costs
 from depthfx.runtime.depth_control import DepthControl, DepthCosts, StepCost
 from tests.families.configs import build
 from tests.families.harness import alone, engine_over, prompts
@@ -205,6 +205,28 @@ def test_measuring_leaves_nothing_behind():
     assert not runner.kv_pool.any() and not runner.block_tables.any() and not runner.last_tokens.any()
     assert [c.rows for c in costs.decode] == [1, 8] and costs.decode[1].dense > 0 and costs.bandwidth > 1e8
     assert engine.run([(ROWS[0], SamplingParams(max_new_tokens=5, depth="dense"))])
+
+
+def test_calibrating_again_is_a_fresh_start():
+    """Costs are measured, what was seen and what was cached is gone, and the tables are right for whoever comes next."""
+    model, _ = compiled()
+    engine = auto_engine(model, CHEAP)
+    serve(engine, ROWS[:3])
+    assert engine.stats().depth.answer_share is not None and engine.stats().depth.num_promotions
+    costs = calibrate_again(engine)
+    stats = engine.stats()
+    assert stats.depth.answer_share is stats.depth.prompt_share is None and stats.depth.num_promotions == stats.depth.num_probes == 0
+    assert engine._scheduler.depth.costs is costs and costs.bandwidth > 1e8 and not engine._scheduler.depth.routing
+    tokens, _ = serve(engine, ROWS[:3], depth="dense", new=12)
+    assert list(tokens.values()) == alone(reference("llama"), ROWS[:3], max_new_tokens=12)
+    assert engine.stats().num_reused_tokens == stats.num_reused_tokens
+    serve(engine, ROWS[3:])
+    assert engine.stats().depth.num_probes > 0 and engine.stats().depth.prompt_share is not None
+    engine.add(ROWS[0], SamplingParams(max_new_tokens=2))
+    with pytest.raises(InvalidRequestError, match="1 requests are unfinished"):
+        calibrate_again(engine)
+    with pytest.raises(InvalidRequestError, match="compile the model with a skipper and depth='auto'"):
+        calibrate_again(engine_over(model))
 
 
 def test_costs_are_kept_and_nothing_else_is_believed(tmp_path):

@@ -1,5 +1,6 @@
 """Importing depthfx is light: no CUDA, no Triton, no models of Hugging Face."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -20,10 +21,11 @@ def _imported(extra: str = "") -> dict:
     return json.loads(out.stdout.splitlines()[-1])
 
 
+HEAVY = ("triton", "transformers.modeling_utils", "transformers.generation.utils", "torch._inductor.compile_fx")
+
+
 def _heavy(modules: list[str]) -> list[str]:
-    return [
-        m for m in modules if m in ("triton", "transformers.modeling_utils", "transformers.generation.utils", "torch._inductor.compile_fx")
-    ]
+    return [m for m in modules if m in HEAVY]
 
 
 def test_import_is_light():
@@ -33,4 +35,5 @@ def test_import_is_light():
 
 
 def test_the_probe_sees_heavy_modules():
-    assert _heavy(_imported("import transformers.modeling_utils\n")["modules"])
+    assert _heavy(_imported("import triton\n")["modules"]) == ["triton"]
+    assert all(importlib.util.find_spec(name) for name in HEAVY), "the names are those of modules"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from depthfx.errors import UnsupportedModelError
 from depthfx.passes.check_rows import check_rows
-from tests.passes.toys import captured, toy, with_layer_forward, with_mlp
+from depthfx.report import CompileReport
+from tests.passes.toys import Call, captured, toy, with_layer_forward, with_mlp
 
 F = torch.nn.functional
 MIXING = {
@@ -45,18 +49,48 @@ ALONE = {
 }
 
 
+@pytest.fixture(scope="module")
+def cases():
+    """One capture for all cases: layer ``i + 1`` has the MLP of case ``i``, and layer 0 is a plain one."""
+    functions = [*(function for function, _ in MIXING.values()), *ALONE.values()]
+    model = toy(num_hidden_layers=1 + len(functions))
+    for layer, function in zip(model.model.layers[1:], functions, strict=True):
+        layer.mlp = Call(function)
+    gm, ctx = captured(model)
+    assert [layer.index for layer in ctx.layers] == list(range(len(functions) + 1))
+    return gm, ctx
+
+
+def alone(cases, index):
+    """Graph and context in which layer 0, layer ``index`` and what stands outside all layers are checked."""
+    gm, ctx = cases
+    others = {n for layer in ctx.layers if layer.index not in (0, index) for n in layer.nodes}
+    part = SimpleNamespace(graph=SimpleNamespace(nodes=[n for n in gm.graph.nodes if n not in others]))
+    return part, replace(ctx, layers=[layer for layer in ctx.layers if layer.index in (0, index)], report=CompileReport())
+
+
 @pytest.mark.parametrize("case", MIXING)
-def test_mixed_rows_are_refused(case):
-    function, message = MIXING[case]
-    gm, ctx = captured(with_mlp(function))
+def test_mixed_rows_are_refused(case, cases):
+    _, message = MIXING[case]
+    index = 1 + list(MIXING).index(case)
     with pytest.raises(UnsupportedModelError, match=rf"{message}.*depthfx needs layers that treat each token alone") as error:
-        check_rows(gm, ctx)
-    assert "in model.layers.1.mlp (Call)" in str(error.value)
+        check_rows(*alone(cases, index))
+    assert f"in model.layers.{index}.mlp (Call)" in str(error.value)
 
 
 @pytest.mark.parametrize("case", ALONE)
-def test_separate_rows_pass(case):
-    gm, ctx = captured(with_mlp(ALONE[case]))
+def test_separate_rows_pass(case, cases):
+    gm, ctx = alone(cases, 1 + len(MIXING) + list(ALONE).index(case))
+    check_rows(gm, ctx)
+    assert any("independently" in line for line in ctx.report.sections["checked"])
+
+
+def test_a_whole_graph_is_checked():
+    """Graph, layers and message as a compilation has them, for one case of each kind."""
+    gm, ctx = captured(with_mlp(MIXING["roll"][0]))
+    with pytest.raises(UnsupportedModelError, match=r"roll .* in model.layers.1.mlp \(Call\) is not known"):
+        check_rows(gm, ctx)
+    gm, ctx = captured(with_mlp(ALONE["norm"]))
     check_rows(gm, ctx)
     assert any("independently" in line for line in ctx.report.sections["checked"])
 

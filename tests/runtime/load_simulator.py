@@ -76,9 +76,13 @@ class Simulation:
 
     def __init__(
         self, depth: str = "dense", share: float = 0.25, num_blocks: int = 4096, units: int = 0, unit_seconds: float = 2e-3,
-        costs: DepthCosts = COSTS, believed: DepthCosts | None = None, memory: ElasticMemory | None = None, batch: int = 64,
+        costs: DepthCosts = COSTS, believed: DepthCosts | None = None, memory: ElasticMemory | None = None, batch: int = 64, fast: float = 1.0,
     ) -> None:  # fmt: skip
-        """``units`` of 8 blocks can be lent beside ``num_blocks``; ``believed``: what the controller was told of the costs."""
+        """``units`` of 8 blocks can be lent beside ``num_blocks``; ``believed``: what the controller was told of the costs.
+
+        A layer in fast precision takes ``fast`` times as long as in full.
+        """
+        self.fast = fast
         self.now, self.costs, self.share = 0.0, costs, share
         per_unit, unit_bytes = 8, 64
         spans = tuple((i * units * unit_bytes // LAYERS, (i + 1) * units * unit_bytes // LAYERS) for i in range(LAYERS)) if units else ()
@@ -96,6 +100,7 @@ class Simulation:
         self.busy = 0.0  # seconds of steps
         self.ends: dict[str, float] = {}
         self.begins: dict[str, float] = {}  # when each request was in a step for the first time
+        self.added: dict[str, float] = {}
         self.waits: list[tuple[float, int]] = []  # (time, preemptions so far) after each step
 
     def _control(self, layout: UnitLayout, unit_seconds: float, memory: ElasticMemory) -> ElasticControl:
@@ -120,7 +125,8 @@ class Simulation:
                 sampling = SamplingParams(max_new_tokens=ask.new, **ask.options)
                 depth = depth_parts(sampling, self.routes, measured=True)
                 prompt = [draw.randrange(1000) for _ in range(ask.prompt)]
-                self.scheduler.add(Request(f"r{number}", prompt, sampling, depth=depth))
+                self.scheduler.add(Request(f"r{number}", prompt, sampling, depth=depth, added_s=ask.at))
+                self.added[f"r{number}"] = ask.at
                 number += 1
             self._turn(coming[0].at if coming else self.now + 1e-3)
         while self.control is not None and not all(self.control.region.resident()):
@@ -131,7 +137,7 @@ class Simulation:
     def _turn(self, later: float) -> None:
         control, scheduler = self.control, self.scheduler
         if control is not None:
-            control.before_plan()
+            control.before_plan(scheduler.waiting_since)
         plan = scheduler.plan()
         if control is not None:
             control.after_plan()
@@ -167,6 +173,10 @@ class Simulation:
                 self.ends[output.request_id] = self.now
         self.waits.append((self.now, self.scheduler.num_preemptions))
 
+    def longest_wait(self) -> float:
+        """Of a request for its prompt to begin, in seconds."""
+        return max(begin - self.added[request_id] for request_id, begin in self.begins.items())
+
     def seconds(self, plan: StepPlan) -> float:
         """What a step takes."""
         costs, chunks = self.costs, plan.decodes + plan.prefills
@@ -175,7 +185,8 @@ class Simulation:
         routed_kv = sum(c.start + 1 for c in plan.decodes if c.routed) * costs.kv_bytes / costs.kv_rate
         part = sum(c.num_tokens for c in chunks if c.routed) / plan.num_tokens
         saved = self.share * (routed_kv * ROUTED + cost.saved * part)
-        return cost.dense + kv * LAYERS + (cost.overhead - saved if plan.routed else 0.0)
+        share = sum(plan.precision) / len(plan.precision) if plan.precision else 1.0
+        return cost.dense * (share + (1 - share) * self.fast) + kv * LAYERS + (cost.overhead - saved if plan.routed else 0.0)
 
     def _tape(self, plan: StepPlan) -> torch.Tensor:
         rows = [(c.start + i, c.number, not c.routed) for c in plan.decodes + plan.prefills for i in range(c.num_tokens)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 
 import depthfx
-from depthfx.errors import InvalidRequestError, RequestTooLargeError
+from depthfx.errors import InvalidRequestError, RequestTooLargeError, RestoreError
 from depthfx.records import SamplingParams
+from depthfx.runtime import elastic as elastic_file
 from tests.families.harness import engine_over, prompts
 from tests.families.test_nested_families import exact
 from tests.runtime.test_elastic import BURST, COMMON, elastic
@@ -114,6 +118,84 @@ def test_failing_copies_make_them_wait_and_end_nothing(monkeypatch):
         assert list(engine.stream(asked, SamplingParams(max_new_tokens=8, **FULL))) == full_answers([asked], 8)[0]
     assert engine.control.num_failures
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:a residual was not restored:UserWarning")
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_copies_that_always_fail_end_them_and_nobody_else(lookahead, monkeypatch):
+    """Requests end with an error after MAX_TRIES tries, later ones after one try, and are served again once the link works."""
+    monkeypatch.setattr("depthfx.runtime.elastic.RETRY_SECONDS", 0.02)
+    model = elastic(lookahead=lookahead)
+    engine, control, asked = model.engine, model.engine.control, prompts((18, 25, 12), seed=9)
+    reference = dict(zip(("full0", "full1"), full_answers(asked[:2], 20)))
+    control.shared.worker.copier.disturb(1, fail_share=1.0)
+    for number, prompt in enumerate(BURST):
+        engine.add(prompt, SamplingParams(max_new_tokens=24), request_id=f"fast{number}")
+    for _ in range(6):
+        engine.step()
+    assert not all(engine._scheduler.precision), "or there is nothing to wait for"
+    for name, prompt in zip(("full0", "full1"), asked):
+        engine.add(prompt, SamplingParams(max_new_tokens=20, **FULL), request_id=name)
+    engine.add(asked[2], SamplingParams(max_new_tokens=24), request_id="behind")
+    ended = run_out(engine)
+    words = r"request 'full0'.*min_precision='full'.*(\d+) tries in a row.*unit \d+ was not copied back: injected.*without min_precision"
+    found = re.search(words, str(ended["full0"]))
+    assert found and int(found[1]) == elastic_file.MAX_TRIES and isinstance(ended["full0"], RestoreError)
+    assert isinstance(ended["full1"], RestoreError) and "'full1'" in str(ended["full1"])
+    assert {name for name, error in ended.items() if error is None} == {*(f"fast{n}" for n in range(10)), "behind"}
+    before = control.num_tries_failed
+    with pytest.raises(RestoreError, match=r"request 'late'.*\d+ tries in a row") as late:
+        list(engine.stream(asked[0], SamplingParams(max_new_tokens=20, **FULL), request_id="late"))
+    tries = int(re.search(r"(\d+) tries", str(late.value))[1])
+    assert before < tries <= before + 3, "one that begins while it waits; on a slow machine one or two more may end before that is seen"
+    control.shared.worker.copier.disturb(0)
+    for name, prompt in zip(reference, asked):
+        assert list(engine.stream(prompt, SamplingParams(max_new_tokens=20, **FULL), request_id=name)) == reference[name]
+    assert control.num_tries_failed == 0
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:a residual was not restored:UserWarning")
+def test_a_success_between_failures_counts_anew(monkeypatch):
+    model = elastic()
+    engine, control = model.engine, model.engine.control
+    now = [0.0]
+    monkeypatch.setattr(control, "_clock", lambda: now[0])
+    worker, units = control.shared.worker, control.shared.layout.num_units
+    engine._scheduler.manager.lend(units)
+    control.after_plan()
+    (asked,) = prompts((18,), seed=9)
+    engine.add(asked, SamplingParams(max_new_tokens=8, **FULL))
+
+    def step_until(reached) -> None:
+        deadline = time.monotonic() + 20
+        while not reached():
+            assert engine.step() == [] and time.monotonic() < deadline
+            now[0] += 2 * elastic_file.RETRY_SECONDS  # one try for each step
+            assert worker.wait_idle(20)  # what is changed between steps is changed between tries
+
+    worker.copier.disturb(1, fail_share=1.0)
+    for num_restored in (1, 2):
+        step_until(lambda: control.num_tries_failed == elastic_file.MAX_TRIES - 1)
+        worker.copier.disturb(0)
+        worker.copier.fail("before chunk", 1, count=units - num_restored)  # all but one
+        step_until(lambda n=num_restored: control.stats().num_restores == n)
+        worker.copier.disturb(1, fail_share=1.0)
+    worker.copier.disturb(0)
+    tokens: dict[str, list[int]] = {}
+    finish(engine, tokens)
+    assert list(tokens.values()) == full_answers([asked], 8)
+    engine.close()
+
+
+def run_out(engine) -> dict[str, BaseException | None]:
+    """Steps until nothing is unfinished; how each request ended, in that order."""
+    ended: dict[str, BaseException | None] = {}
+    deadline = time.monotonic() + 20
+    while engine.has_unfinished():
+        assert time.monotonic() < deadline, f"{engine._scheduler.unfinished()} hang"
+        ended.update({output.request_id: output.error for output in engine.step() if output.finished})
+    return ended
 
 
 def test_a_parked_request_makes_room():

@@ -8,7 +8,7 @@ from depthfx.records import Depth, SamplingParams
 from depthfx.runtime.request import Request
 from tests.families.harness import prompts
 from tests.runtime.test_elastic import elastic
-from tests.runtime.test_scheduler import build, drain, request, turn
+from tests.runtime.test_scheduler import build, drain, request, result, turn
 
 
 @pytest.mark.parametrize("least", ["fast", "full"])
@@ -91,3 +91,21 @@ def test_a_promoted_answer_finds_what_was_dense():
     scheduler._preempt(scheduler._requests["a"])
     (chunk,) = (chunk for chunk in scheduler.plan().prefills if chunk.request_id == "a")
     assert (chunk.start, chunk.num_tokens, chunk.routed) == (8, 1, False)
+
+
+def test_a_name_used_again_is_another_request():
+    """That the first one of the name found no room says nothing of the second."""
+    scheduler = build(num_blocks=6)
+    scheduler.add(request("first", [1] * 12, max_new=4))
+    turn(scheduler)
+    scheduler.add(request("name", [2] * 12, max_new=4))
+    assert [chunk.request_id for chunk in turn_plan(scheduler).prefills] == []
+    scheduler.abort("name")
+    scheduler.add(request("name", [3] * 2, max_new=2))
+    assert [chunk.request_id for chunk in turn_plan(scheduler).prefills] == ["name"]
+
+
+def turn_plan(scheduler):
+    plan = scheduler.plan()
+    scheduler.commit(result(plan))
+    return plan

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from torch.multiprocessing import spawn
 
 import depthfx
 from depthfx.errors import SettingError, SkipperError
@@ -16,7 +15,7 @@ from depthfx.lowering.kernel_spec import max_error
 from depthfx.skippers import load_skipper, make_skipper
 from depthfx.skippers.train import RELEASED, STE_HARD, Stage, TrainSettings, evaluate_skipper, plot_metrics, read_metrics, routed_training
 from depthfx.skippers.train.settings import learning_rate
-from tests.skippers.train_toys import as_process, data, model, ragged, settings, skipper, train
+from tests.skippers.train_toys import as_process, data, in_processes, model, ragged, settings, skipper, train
 
 
 def mean(records, name):
@@ -172,7 +171,7 @@ def test_two_processes_are_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(as_process, (tmp_path, port), nprocs=2)
+    in_processes(as_process, (tmp_path, port), 2)
     of = model()
     result, records = train(tmp_path / "one", settings(4), of, ragged(of), held_out=data(of, 5, seed=2))
     for rank in (0, 1):

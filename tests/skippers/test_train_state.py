@@ -8,12 +8,12 @@ import signal
 
 import pytest
 import torch
-from torch.multiprocessing import ProcessExitedException, spawn
+from torch.multiprocessing import ProcessExitedException
 
 from depthfx.errors import SkipperError
 from depthfx.skippers.train import Stage, read_metrics
 from depthfx.skippers.train.state_file import load_state, save_state
-from tests.skippers.train_toys import data, killed_at, model, settings, skipper, train
+from tests.skippers.train_toys import data, in_processes, killed_at, model, settings, skipper, train
 
 TWO_STAGES = settings(
     stages=(Stage(steps=7, learning_rate=3e-3, penalty=0.01), Stage(name="annealing", steps=5, learning_rate=1e-3, penalty=0.001)),
@@ -79,7 +79,7 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted):
 def test_a_killed_run_goes_on(tmp_path):
     how = settings(8, checkpoint_every=3)
     with pytest.raises(ProcessExitedException) as caught:
-        spawn(_killed, (tmp_path / "killed", how, 7))
+        in_processes(killed_at, (tmp_path / "killed", how, 7), 1)
     assert caught.value.exit_code == -signal.SIGKILL
     assert load_state(tmp_path / "killed" / "state.pt")["place"][:3] == [0, 6, 6]
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
@@ -87,10 +87,6 @@ def test_a_killed_run_goes_on(tmp_path):
     train(tmp_path / "killed", how)
     train(tmp_path / "whole", how)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
-
-
-def _killed(rank, folder, how, step):
-    killed_at(folder, how, step)
 
 
 def test_a_full_disk_keeps_the_old_state(tmp_path):

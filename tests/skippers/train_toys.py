@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
 import torch
+from torch.multiprocessing import start_processes
 
 from depthfx.skippers import make_skipper
 from depthfx.skippers.train import Stage, TrainSettings, make_sequences, train_skipper
@@ -64,6 +66,12 @@ def train(folder, how, of=None, given=None, trained=None, **options):
     return result, records
 
 
+def in_processes(function, arguments, count):
+    """``function(rank, *arguments)`` in ``count`` fresh processes, forked from one that has imported what they need."""
+    multiprocessing.set_forkserver_preload([__name__])
+    start_processes(function, arguments, count, start_method="forkserver")
+
+
 def as_process(rank, folder, port):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -73,7 +81,7 @@ def as_process(rank, folder, port):
     torch.save([records, result.evaluation.loss], folder / f"records{rank}.pt")
 
 
-def killed_at(folder, how, step):
-    """A run that dies at once after ``step``, for a process of its own."""
+def killed_at(rank, folder, how, step):
+    """A run that dies at once after ``step``."""
     torch.set_num_threads(1)
     train(folder, how, on_step=lambda record: os.kill(os.getpid(), signal.SIGKILL) if record["step"] == step else None)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from depthfx.alloc.mapping_ledger import Access
+from depthfx.alloc.mapping_ledger import Access, in_words
 from depthfx.alloc.physical_backend import PHYSICAL, PhysicalBackend, retype
 from depthfx.errors import BackendUnavailableError, DriverError, InternalError, OutOfPhysicalMemoryError
 
@@ -127,11 +127,17 @@ class CudaVmm(PhysicalBackend):
         label = getattr(code, "name", str(code))
         if label == "CUDA_ERROR_OUT_OF_MEMORY":
             raise OutOfPhysicalMemoryError(
-                f"{name} found no memory on CUDA device {self._index}; release handles, call torch.cuda.empty_cache() or end other processes"
+                f"{name} found no memory{f' for {in_words(arguments[0])}' if name == 'cuMemCreate' else ''} on CUDA device {self._index}"
+                f"{self._left()}; release handles, call torch.cuda.empty_cache() or end other processes"
             )
         told, text = self._driver.cuGetErrorString(code)
         what = text.decode() if int(told) == 0 and text else "unknown to this driver"
         raise DriverError(name, label, f"{what} (CUDA device {self._index})")
+
+    def _left(self) -> str:
+        """What the device has left, for a message; in the context. Empty where the driver does not tell."""
+        code, *sizes = self._driver.cuMemGetInfo()
+        return "" if int(code) else ", of whose {1:,} MiB {0:,} MiB are free".format(*(size >> 20 for size in sizes))
 
 
 class _DeviceBytes:
