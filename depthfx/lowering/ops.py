@@ -59,9 +59,9 @@ def linear(
     return LINEAR(x, weight, bias, bound)
 
 
-def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """``residual + x W^T``; x [T, K], weight [N, K], residual [T, N]."""
-    return LINEAR_ADD(x, weight, residual)
+def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bound: torch.Tensor | None = None) -> torch.Tensor:
+    """``residual + x W^T``; x [T, K], weight [N, K], residual [T, N]; ``bound`` as in :func:`linear`."""
+    return LINEAR_ADD(x, weight, residual, bound)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, bound: torch.Tensor | None = None) -> torch.Tensor:
