@@ -7,7 +7,8 @@ Arms are the table of `benchmarks/load_arms.py`; the first one named is the base
 Results go to $OUT, or to benchmarks/results/.
 
     arrivals   poisson, gamma (--cv), or the CSV file of a trace, played so that its mean rate is the one of --rates or --factors
-    lengths    those of the trace; --lengths with a benchmark file (.jsonl like GSM8K, .json like BBH) behind --examples; or distributions
+    lengths    those of the trace; --lengths with a benchmark file (.jsonl like GSM8K, .json like BBH) behind --examples, or with the CSV file of
+               a trace, whose arrivals do not count then; or distributions
     work       matched: each request produces the tokens that it asks for, end tokens ignored; natural: it may end earlier
     SLO        TTFT at most --slo-ttft seconds and no gap between tokens above --slo-gaps x T_base. T_base: p99 of the decode steps of
                32 requests with contexts of 4k on weights of 16 bits (--base-batch, --base-context, --base-stat), the same for all arms
@@ -62,6 +63,10 @@ class Workload:
         self.tokenize, self.tokenizer = load_arms.load_tokenizer(args, self.vocabulary)
         is_trace = args.arrivals not in ("poisson", "gamma")
         self.trace = read_trace(Path(args.arrivals), args.first, args.requests) if is_trace else None
+        self.measured = self.trace  # whose lengths are asked for
+        self.benchmark = args.lengths if args.lengths and not args.lengths.endswith(".csv") else None  # whose texts are
+        if args.lengths and not self.benchmark:
+            self.measured = read_trace(Path(args.lengths), args.first, args.requests)
         natural = mean_rate([r.arrival_s for r in self.trace]) if self.trace else 0.0
         self.rates = [f * natural for f in args.factors] if args.factors else args.rates or ([natural] if self.trace else [])
         self.recorded = json.loads(Path(args.output_lengths).read_text()) if args.output_lengths else None
@@ -73,11 +78,11 @@ class Workload:
         args = self.args
         rng = np.random.default_rng([args.seed + repeat, 1])
         output_tokens = args.output_tokens
-        if args.lengths is not None:
+        if self.benchmark:
             examples = Path(args.examples) if args.examples else None
-            asks = benchmark_asks(Path(args.lengths), examples, self.tokenize, args.requests, rng)
-        elif self.trace is not None and args.input_tokens is None:
-            inputs, outputs = [r.input_tokens for r in self.trace], [r.output_tokens for r in self.trace]
+            asks = benchmark_asks(Path(self.benchmark), examples, self.tokenize, args.requests, rng)
+        elif self.measured is not None and args.input_tokens is None:
+            inputs, outputs = [r.input_tokens for r in self.measured], [r.output_tokens for r in self.measured]
             asks = random_asks(inputs, outputs, self.vocabulary, rng, args.shared_prefix)
         else:
             inputs = draw_lengths(args.input_tokens or "fixed:512", args.requests, rng)
@@ -300,8 +305,8 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("--output-tokens and --output-lengths: give one of them")
     if args.lengths and args.input_tokens:
         parser.error("--lengths and --input-tokens: give one of them")
-    if args.examples and not args.lengths:
-        parser.error("--examples needs --lengths")
+    if args.examples and (not args.lengths or args.lengths.endswith(".csv")):
+        parser.error("--examples needs --lengths with the file of a benchmark")
     if args.rates and args.factors:
         parser.error("--rates and --factors: give one of them")
     if args.factors and not is_trace:
@@ -343,7 +348,7 @@ def main() -> None:
         Path(args.record_lengths).write_text(json.dumps(bench.lengths))
     title = f"{args.model or args.shape}: {args.requests} requests, {Path(args.arrivals).stem} arrivals, {args.work} work"
     load_plots.draw_load(base.with_suffix(".png"), title, means, bench.series, bench.slo.ttft_s)
-    print(f"prompts by {bench.workload.tokenizer if args.lengths else 'random ids'}; wrote {base}.json and .png")
+    print(f"prompts by {bench.workload.tokenizer if bench.workload.benchmark else 'random ids'}; wrote {base}.json and .png")
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def main() -> None:
     if done < number:
         missing = ", ".join(f"{r:.0%} x {d:.0%} at {q:g}/s" for q, r, d in skip_map.cells[done:])
         print(f"stopped by --limit {args.limit:.0f} s after {done} of {number} cells; missing (r x d): {missing}")
-    print(f"prompts by {skip_map.workload.tokenizer if args.lengths else 'random ids'}; wrote {base}.json and .png")
+    print(f"prompts by {skip_map.workload.tokenizer if skip_map.workload.benchmark else 'random ids'}; wrote {base}.json and .png")
 
 
 if __name__ == "__main__":

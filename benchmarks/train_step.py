@@ -80,7 +80,9 @@ def skipper(args: argparse.Namespace, device: torch.device, ids: torch.Tensor, t
     """Steps of the trainer; returns the number of trained parameters."""
     model = base(args, device)
     layers = tuple(range(model.config.num_hidden_layers // 2, model.config.num_hidden_layers))
-    made = make_skipper(model, "flexidepth", "adapter", layers=layers, gate="hard", reduction=32, proj_reduction=32, head_bias=1.0, zero=True)
+    made = make_skipper(
+        model, "flexidepth", "adapter", layers=layers, gate="hard", reduction=32, proj_reduction=32, head_bias=1.0, zero=True
+    )
     settings = TrainSettings(
         stages=(Stage(steps=args.steps, learning_rate=1e-4),), decision="straight_through", batch_size=args.batch, micro_batch=args.batch,
         target_skip=0.3, distill=distill, settle_sequences=0, recompute=False, log_every=10**6, checkpoint_every=10**6,

@@ -31,7 +31,7 @@ def bands(samples: Sequence[Any]) -> list[tuple[str, float, float]]:
     found: list[tuple[str, float, float]] = []
     for before, now in pairwise(samples):
         full = now.num_full_entries
-        mode = "full" if full == most else "mixed" if full else "fast"
+        mode = "fast" if not full else "full" if full == most else "mixed"
         if found and found[-1][0] == mode:
             found[-1] = (mode, found[-1][1], now.time_s - start)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -21,8 +22,17 @@ DepthRule = Literal["measured", "paper"]
 MemoryPolicy = Literal["elastic", "nested_resident", "static_full", "static_fast"]
 
 
+class _Named:
+    """Base of settings: a name that none of them has raises :class:`SettingError`, and not Python's own error."""
+
+    def __new__(cls, *_: Any, **values: Any) -> Any:
+        for name, value in values.items():
+            _check_name(name, value, [field.name for field in fields(cls)], "setting" if cls is Settings else "memory setting")  # type: ignore[arg-type]
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ElasticMemory:
+class ElasticMemory(_Named):
     """How the residual bytes of nested weights and the KV cache share memory (paper DPS, section IV).
 
     Policies: ``elastic`` lends residuals to the KV cache when it is full and restores them when load allows; ``nested_resident`` switches
@@ -33,7 +43,7 @@ class ElasticMemory:
     policy: MemoryPolicy = "elastic"
     budget_gib: float | None = None  # as `memory_budget_gib`, which it replaces
     unit_mib: float = 64.0  # size wanted for a unit of lending; rounded to whole KV blocks and to what the device maps
-    low: float = 0.85  # a unit is restored if the held blocks then fill at most this share of what is left to KV
+    low: float = 0.75  # a unit is restored if the held blocks then fill at most this share of what is left to KV
     high: float = 1.0  # a unit is lent when held blocks fill this share of the KV cache; 1: when there is no room left
     dwell_s: float = 0.2  # seconds that pressure must be away before restoring begins
     patience_s: float = 0.25  # a prompt that waits longer to begin makes steps fast in all layers; inf: KV alone counts, as in the paper
@@ -65,7 +75,7 @@ class ElasticMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(_Named):
     """How a model is compiled and served. ``None`` means: derived from device and model.
 
     Each field can be given to :func:`depthfx.compile` by name, or through the environment as
@@ -81,7 +91,7 @@ class Settings:
     prefix_reuse: bool = True  # reuse whole KV blocks of equal prefixes
     kv_offload_gib: float | None = None  # host memory for evicted KV blocks (pinned on CUDA), reloaded when needed; None: off
     weight_offload_gib: float | None = None  # weights left in pinned host memory and read over the link, slowly (CUDA)
-    memory: ElasticMemory | None = None  # lend residual bytes of nested weights to the KV cache; from the environment: a policy's name
+    memory: ElasticMemory | None = None  # lend residual bytes of nested weights to the KV cache; also a policy's name: "elastic"
 
     # weights
     weights: Weights = "16bit"  # "nested": an FP8 byte and a residual byte, switched by set_precision; "fp8": FP8 for good (not exact)
@@ -111,6 +121,9 @@ class Settings:
     check: bool = False  # prove the memory invariants after every step
 
     def __post_init__(self) -> None:
+        if isinstance(self.memory, str):
+            object.__setattr__(self, "memory", ElasticMemory(policy=self.memory))
+        _check_type("memory", self.memory, ElasticMemory | None)
         for name in (
             "memory_budget_gib",
             "weight_offload_gib",
@@ -162,11 +175,9 @@ class Settings:
             raise SettingError(f"settings={base!r} must be a depthfx.Settings; build one with depthfx.Settings(...)")
         hints = get_type_hints(cls)
         for name, value in overrides.items():
-            if name not in hints:
-                near = difflib.get_close_matches(name, hints, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(sorted(hints))}"
-                raise SettingError(f"unknown setting {name!r}={value!r}{hint}")
-            _check_type(name, value, hints[name])
+            _check_name(name, value, hints, "setting")
+            if name != "memory" or not isinstance(value, str):
+                _check_type(name, value, hints[name])
         if base is not None:
             return replace(base, **overrides)
         return cls(**{**_from_environment(hints), **overrides})
@@ -229,6 +240,13 @@ def _parse(variable: str, text: str, hint: Any) -> Any:
     if ElasticMemory in choices:
         return ElasticMemory(policy=text)  # type: ignore[arg-type]
     return text
+
+
+def _check_name(name: str, value: Any, known: Collection[str], what: str) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known {what}s: {', '.join(sorted(known))}"
+        raise SettingError(f"unknown {what} {name!r}={value!r}{hint}")
 
 
 def _check_type(name: str, value: Any, hint: Any, what: str = "setting") -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import cache
 
 import pytest
 import torch
 
 import depthfx
+from depthfx import ElasticMemory, Settings
 from depthfx.errors import (
     InvalidRequestError,
     MemoryBudgetError,
@@ -16,6 +19,7 @@ from depthfx.errors import (
     SettingError,
     UnsupportedModelError,
 )
+from depthfx.lowering.load_model import convert, load_nested
 from depthfx.records import SamplingParams
 from tests.families.configs import VOCABULARY, build
 from tests.families.harness import alone, engine_over, prompts
@@ -142,6 +146,8 @@ SETTINGS = {
     "weights": ({"weights": "8bit"}, r"weights='8bit' must be one of \('16bit', 'nested', 'fp8'\)"),
     "kv_dtype": ({"kv_dtype": "int8"}, r"kv_dtype='int8' must be one of \('auto', 'fp8'\)"),
     "head without nested weights": ({"nested_head": True}, "nested_head=True needs weights='nested'; it is '16bit': set both"),
+    "policy": ({"memory": "elastc", "weights": "nested"}, r"memory policy='elastc' must be one of \('elastic', "),
+    "memory": ({"memory": 8, "weights": "nested"}, "memory=8 has type int; allowed: ElasticMemory or None"),
     "rows": ({"max_batch_size": 8, "max_batch_tokens": 4}, "max_batch_tokens=4 must be at least max_batch_size=8"),
 }
 
@@ -155,6 +161,30 @@ def test_settings(case):
     assert not hasattr(model, "explain")
     with pytest.raises(SettingError, match=r"must be a depthfx.Settings"):
         depthfx.compile(model, {"kv_blocks": 3})
+
+
+def test_a_policy_may_be_named_and_names_are_checked():
+    expected = ElasticMemory(policy="nested_resident")
+    assert Settings(memory="nested_resident", weights="nested").memory == expected
+    assert Settings.build(memory="nested_resident", weights="nested").memory == expected
+    model = depthfx.compile(build("llama", torch.float16), memory="elastic", weights="nested", inductor=False, kv_blocks=16)
+    assert "shared with residuals" in str(model.explain())
+    model.engine.close()
+    with pytest.raises(SettingError, match="memory=8 has type int; allowed: ElasticMemory or None"):
+        Settings(memory=8, weights="nested")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="unknown memory setting 'budge_gib'=8; did you mean 'budget_gib'"):
+        ElasticMemory(budge_gib=8)
+    with pytest.raises(SettingError, match="unknown setting 'kv_block'=8; did you mean 'kv_blocks'"):
+        Settings(kv_block=8)
+    for made in (expected, Settings(kv_blocks=3)):
+        assert copy.deepcopy(made) == made == pickle.loads(pickle.dumps(made))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", 1.5, "mps", "cuda:99"])
+def test_a_device_that_there_is_not(device, tmp_path):
+    for call in (depthfx.load, load_nested, lambda path, device: convert(path, tmp_path / "out", device)):
+        with pytest.raises(SettingError, match=rf"device={device!r} is .*allowed here: 'cpu'"):
+            call(tmp_path, device=device)
 
 
 VARIABLES = {

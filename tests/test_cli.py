@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import depthfx
-from depthfx import cli, demo, demo_burst
+from depthfx import cli, demo, demo_burst, memory_picture
 from depthfx.smollm2 import load_smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,6 +222,18 @@ def test_demo(capfd, tmp_path, burst_on_two_layers):
     assert burst_on_two_layers["same"] and set(burst_on_two_layers["precision"].values()) == {"full"}
     assert len(found.first_tokens) == 7 and all(wait > 0 for _, wait in found.first_tokens)
     assert out.rstrip().endswith(f"picture: {picture}") and picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ((0, 0, 0), [("fast", 0.0, 2.0)]),
+        ((3, 3, 1, 0, 3), [("full", 0.0, 1.0), ("mixed", 1.0, 2.0), ("fast", 2.0, 3.0), ("full", 3.0, 4.0)]),
+    ],
+)
+def test_bands_of_precision(entries, expected):
+    samples = [SimpleNamespace(time_s=7.0 + second, num_full_entries=full) for second, full in enumerate(entries)]
+    assert memory_picture.bands(samples) == expected
 
 
 def test_a_burst_without_matplotlib_has_no_picture(monkeypatch, tmp_path):

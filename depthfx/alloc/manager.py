@@ -287,11 +287,12 @@ class MemoryManager:
         return cancelled
 
     def compact(self, unit: int, limit: int) -> list[tuple[int, int]]:
-        """Empties a lent unit: moves its held blocks to lower blocks that nobody holds; returns (source, target) pairs.
+        """Empties a lent unit: moves its held blocks to lower blocks that are free or, where these do not suffice, cached.
 
-        Nothing is moved if more than ``limit`` blocks are held or too few lower ones are not; cached blocks make room where
-        free ones do not suffice. The caller copies the blocks behind every launched step and before the next one is launched:
-        no target is a source. Takes time for each held and cached block.
+        Returns (source, target) pairs, sources ascending; none, and no change, if none of its blocks is held or more than ``limit`` are, or if
+        too few lower ones are not. Holders, table entries and what is findable change at once; the bytes are copied by the caller, behind
+        every launched step and before the next one is launched, in any order: no target is a source. Takes time for each held and cached
+        block. Raises :class:`InternalError` without a region or for an unknown unit.
         """
         region = self._shared()
         blocks = region.layout.blocks_of(unit)

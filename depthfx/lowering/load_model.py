@@ -19,7 +19,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from depthfx.errors import CheckpointError, FormatError
+from depthfx.errors import CheckpointError, FormatError, SettingError
 from depthfx.lowering.nest import DTYPES, fast_error_of, nest, nest_counted
 from depthfx.lowering.nested_checkpoint import NestedReader, NestedWriter, is_nested_checkpoint
 from depthfx.lowering.nested_format import NestedWeight
@@ -53,9 +53,9 @@ def load_nested(
 
     On a CPU the nested weights stay in the files' memory maps. ``verify`` reads everything once to compare its SHA-256 (about
     1.3 GB/s for each core, all cores at once); False trusts the files. Raises :class:`CheckpointError` for a folder that is missing, altered, of another
-    version, or does not fit its config.
+    version, or does not fit its config, and :class:`SettingError` for a device that there is not, as all functions here do.
     """
-    folder = Path(path)
+    folder, device = Path(path), _usable_device(device)
     reader = NestedReader(folder)
     dtype = dtype or reader.manifest.dtype
     model = empty_model(folder, dtype)
@@ -70,7 +70,7 @@ def load_nested(
             _set_tensor(model, names[name], _own(reader.whole(name), device, dtype))
         else:
             _set_nested(model, names[name], _moved(reader.nested(name), device), dtype, folder)
-    return _finish(model, torch.device(device), folder)
+    return _finish(model, device, folder)
 
 
 def load_hf_nested(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -79,7 +79,7 @@ def load_hf_nested(path: str | Path, device: str | torch.device = "cpu", dtype: 
     Weights are cast to ``dtype`` as Hugging Face would, and then to float16 for nesting. Raises :class:`CheckpointError` for a
     folder without config or safetensors files, or whose tensors are not those of the model.
     """
-    folder = Path(path)
+    folder, device = Path(path), _usable_device(device)
     files, model, names, nestable = open_folder(folder, dtype)
     for name, target in names.items():
         tensor = checked_tensor(model, files, name, folder)
@@ -89,7 +89,7 @@ def load_hf_nested(path: str | Path, device: str | torch.device = "cpu", dtype: 
             _set_nested(model, target, nested, model.dtype, folder)
         else:
             _set_tensor(model, target, _own(tensor, device, model.dtype))
-    return _finish(model, torch.device(device), folder)
+    return _finish(model, device, folder)
 
 
 def convert(source: str | Path, out: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> None:
@@ -98,7 +98,7 @@ def convert(source: str | Path, out: str | Path, device: str | torch.device = "c
     ``dtype`` is that of the model that ``out`` will load as; None takes the source's. ``out`` appears at the end, whole, and must not
     exist before (or be empty). Raises :class:`CheckpointError` as :func:`load_hf_nested` does.
     """
-    folder, target = Path(source), Path(out)
+    folder, target, device = Path(source), Path(out), _usable_device(device)
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError(f"{target} exists already and is not empty; name a new folder")
     if is_nested_checkpoint(folder):
@@ -232,6 +232,18 @@ def _naming(name: str, folder: Path) -> Iterator[None]:
         yield
     except FormatError as error:
         raise CheckpointError(f"{name} of {folder} cannot be nested: {error}") from error
+
+
+def _usable_device(device: str | torch.device) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    allowed = "'cpu'" if not count else "'cpu', 'cuda'" if count == 1 else f"'cpu', 'cuda' or 'cuda:0' to 'cuda:{count - 1}'"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SettingError(f"device={device!r} is no device that PyTorch knows; allowed here: {allowed}") from error
+    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and (found.index or 0) >= count):
+        raise SettingError(f"device={device!r} is not there or cannot be used; allowed here: {allowed}")
+    return found
 
 
 def _own(tensor: torch.Tensor, device: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -38,6 +38,8 @@ _P, _I, _F, _C = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _PAGED = (_P, _P, _P, _I)  # positions, table rows, block tables, stride of the tables
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "small_linear": (_P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _C, _C),
+    "stored_linear": (_P, _I, _P, _P, _P, _C, _C, _C, _P, _P, _I, _I, _I, _I, _C, _C),
+    "join_weight": (_P, _P, _P, _C, _C, _C, _P, _I, _I, _C),
     "paged_decode_attention": (_P, _I, _I, _P, _I, _I, *_PAGED, _F, _I, _F, _P, _P, _I, _I, _I, _I, _I, _C),
     "rotary_append": (_P, _I, _P, _I, _P, _I, _I, _P, _P, _F, _P, _I, _I, *_PAGED, _P, _I, _I, _I, _I, _I, _C),
     "kv_append": (_P, _I, _I, _P, _I, _I, _P, _I, _I, *_PAGED, _I, _I, _I, _I, _C),

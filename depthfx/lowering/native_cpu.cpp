@@ -250,6 +250,93 @@ void dot_rows(const float* x, int64_t ldx, int M, int mb, int group, const float
     }
 }
 
+float* scratch(int slot, size_t floats) {  // grows, is kept; one set for each thread
+    static thread_local std::vector<float> buffers[2];
+    if (buffers[slot].size() < floats + 16) buffers[slot].resize(floats + 16);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffers[slot].data()) + 63) / 64 * 64);
+}
+
+// ---------------------------------------------------------------------------------------------------- stored weights
+
+// A weight of two bytes, see kernels/_dual_weight.py: coding 1 is E4M3, 2 is E5M2; not full: the upper byte alone. `ordered`: groups of 64
+// columns are in fragment order. With a shift, row n is 2^shift[n] times the number.
+struct Stored {
+    const uint8_t *upper, *lower;
+    const int8_t* shift;
+    int64_t K;
+    int coding;
+    bool full, ordered;
+};
+
+constexpr int GROUP_COLUMNS = 64;
+
+// Codes of float16 for n <= 64 stored places.
+inline void codes_of(const Stored& w, const uint8_t* __restrict upper, const uint8_t* __restrict lower, int n, uint16_t* __restrict codes) {
+    if (w.coding == 1 && w.full) {
+        for (int i = 0; i < n; ++i) {
+            const uint16_t u = upper[i], l = lower[i], high = static_cast<uint16_t>((u & 0x7F) - (l >> 7)) >> 1;
+            codes[i] = static_cast<uint16_t>((u & 0x80) << 8 | high << 8 | l);
+        }
+    } else if (w.coding == 1) {
+        for (int i = 0; i < n; ++i) {
+            const uint16_t u = upper[i];
+            codes[i] = static_cast<uint16_t>((u & 0x80) << 8 | (u & 0x7F) << 7);
+        }
+    } else if (w.full) {
+        for (int i = 0; i < n; ++i) {
+            const uint16_t u = upper[i];
+            codes[i] = static_cast<uint16_t>((u << 8) + static_cast<int8_t>(lower[i]));
+        }
+    } else {
+        for (int i = 0; i < n; ++i) codes[i] = static_cast<uint16_t>(upper[i] << 8);
+    }
+}
+
+// float16 to float32, every code.
+inline float widened(uint32_t code) {
+    const uint32_t fraction = code & 0x3FF, exponent = code >> 10 & 31;
+    const float small = static_cast<float>(static_cast<int32_t>(fraction)) * 0x1p-24f;
+    uint32_t bits = ((code & 0x7FFF) << 13) + (112u << 23);
+    if (exponent == 0) std::memcpy(&bits, &small, 4);
+    if (exponent == 31) bits = 0x7F800000u | fraction << 13;
+    bits |= (code & 0x8000) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline void widen(const uint16_t* codes, int n, float scale, float* out) {
+    int i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i))), _mm512_set1_ps(scale)));
+#elif defined(__AVX2__) && defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i))), _mm256_set1_ps(scale)));
+#endif
+    for (; i < n; ++i) out[i] = widened(codes[i]) * scale;
+}
+
+// Row n in float32, columns in plain order.
+void join_row(const Stored& w, int64_t n, float* out) {
+    const uint8_t *upper = w.upper + n * w.K, *lower = w.lower + n * w.K;
+    // an E4M3 byte has 2^-8 times its value in these bits, which is what fast mode wants
+    const float scale = w.shift ? std::ldexp(1.0f, w.shift[n]) : 1.0f;
+    uint16_t stored[GROUP_COLUMNS], plain[GROUP_COLUMNS];
+    for (int64_t k = 0; k < w.K; k += GROUP_COLUMNS) {
+        const int count = static_cast<int>(std::min<int64_t>(GROUP_COLUMNS, w.K - k));
+        codes_of(w, upper + k, lower + k, w.ordered ? GROUP_COLUMNS : count, stored);
+        if (!w.ordered) {
+            widen(stored, count, scale, out + k);
+            continue;
+        }
+        for (int c = 0; c < 4; ++c)
+            for (int s = 0; s < 4; ++s)
+                for (int h = 0; h < 2; ++h) std::memcpy(plain + s * 16 + h * 8 + c * 2, stored + c * 16 + s * 4 + h * 2, 4);
+        widen(plain, GROUP_COLUMNS, scale, out + k);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------- norms
 
 inline float inverse_rms(const float* x, int64_t n, float eps) {
@@ -289,12 +376,6 @@ struct Attention {
     int64_t first(int64_t pos) const { return window > 0 ? std::max<int64_t>(0, pos - window + 1) : 0; }
     int64_t splits(int64_t pos) const { return pos < 0 ? 0 : pos / SPLIT - first(pos) / SPLIT + 1; }
 };
-
-float* scratch(int slot, size_t floats) {  // grows, is kept; one set for each thread
-    static thread_local std::vector<float> buffers[2];
-    if (buffers[slot].size() < floats + 16) buffers[slot].resize(floats + 16);
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffers[slot].data()) + 63) / 64 * 64);
-}
 
 // scores[j] = q . k[j] for n <= TILE keys of a contiguous run.
 inline void score_run(const float* q, const float* k, int n, int64_t D, float* scores) {
@@ -460,18 +541,12 @@ inline void rotate(const float* x, const float* cos, const float* sin, int64_t R
     if (R < D) std::memcpy(out + R, x + R, sizeof(float) * (D - R));
 }
 
-}  // namespace
-
-// ---------------------------------------------------------------------------------------------------- C interface
-
-extern "C" {
-
-int dfx_lanes() { return VL; }
-
 // y[m, n] = x[m] . w[n] + bias[n] + residual[m, n]; with an activation w and bias hold 2N rows, gates then ups, and
-// y[m, n] = act(gate) * up + residual[m, n]. Each byte of w is read from memory once.
-void dfx_small_linear(const float* x, int64_t ldx, const float* w, const float* bias, const float* residual, int64_t ldr, float* y, int64_t ldy,
-                      int64_t M, int64_t N, int64_t K, int activation, int threads) {
+// y[m, n] = act(gate) * up + residual[m, n]. Each byte of w is read from memory once. `rows_of(n, count)` gives rows of w,
+// at most `most` at a time (0: any number).
+template <class Rows>
+void small_linear(const float* x, int64_t ldx, const Rows& rows_of, const float* bias, const float* residual, int64_t ldr, float* y, int64_t ldy,
+                  int64_t M, int64_t N, int64_t K, int activation, int threads, int most) {
     const int passes = static_cast<int>((M + MAX_MB - 1) / MAX_MB);
     const int mb = static_cast<int>((M + passes - 1) / passes);
     int group = 1;
@@ -482,13 +557,17 @@ void dfx_small_linear(const float* x, int64_t ldx, const float* w, const float* 
         }
     const int chunk = N >= int64_t{MAX_CHUNK} * 8 * threads ? MAX_CHUNK : MAX_CHUNK / 2;
     const int64_t chunks = (N + chunk - 1) / chunk;
+    const int take = most ? std::max(group, most / group * group) : chunk;  // rows of w that are asked for together
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && N * K > 16384)
     for (int64_t c = 0; c < chunks; ++c) {
         const int64_t n0 = c * chunk;
         const int rows = static_cast<int>(std::min<int64_t>(chunk, N - n0));
         float tile[2][MAX_M * MAX_CHUNK];
-        dot_rows(x, ldx, static_cast<int>(M), mb, group, w + n0 * K, K, rows, tile[0], chunk);
-        if (activation) dot_rows(x, ldx, static_cast<int>(M), mb, group, w + (N + n0) * K, K, rows, tile[1], chunk);
+        for (int i = 0; i < rows; i += take) {
+            const int count = std::min(take, rows - i);
+            dot_rows(x, ldx, static_cast<int>(M), mb, group, rows_of(n0 + i, count), K, count, tile[0] + i, chunk);
+            if (activation) dot_rows(x, ldx, static_cast<int>(M), mb, group, rows_of(N + n0 + i, count), K, count, tile[1] + i, chunk);
+        }
         for (int64_t m = 0; m < M; ++m)
             for (int i = 0; i < rows; i += VL) {
                 const int64_t rest = rows - i;
@@ -503,6 +582,40 @@ void dfx_small_linear(const float* x, int64_t ldx, const float* w, const float* 
                 store_some(y + m * ldy + n0 + i, v, rest);
             }
     }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------- C interface
+
+extern "C" {
+
+int dfx_lanes() { return VL; }
+
+void dfx_small_linear(const float* x, int64_t ldx, const float* w, const float* bias, const float* residual, int64_t ldr, float* y, int64_t ldy,
+                      int64_t M, int64_t N, int64_t K, int activation, int threads) {
+    const auto rows_of = [=](int64_t n, int) { return w + n * K; };
+    small_linear(x, ldx, rows_of, bias, residual, ldr, y, ldy, M, N, K, activation, threads, 0);
+}
+
+// The same over a weight of two bytes, joined a few rows at a time: the same bits as over the joined weight.
+void dfx_stored_linear(const float* x, int64_t ldx, const uint8_t* upper, const uint8_t* lower, const int8_t* shift, int coding, int full, int ordered,
+                       const float* bias, float* y, int64_t ldy, int64_t M, int64_t N, int64_t K, int activation, int threads) {
+    const Stored w{upper, lower, shift, K, coding, full != 0, ordered != 0};
+    const auto rows_of = [&w](int64_t n, int count) {
+        float* joined = scratch(0, count * w.K);
+        for (int i = 0; i < count; ++i) join_row(w, n + i, joined + i * w.K);
+        return static_cast<const float*>(joined);
+    };
+    small_linear(x, ldx, rows_of, bias, nullptr, 0, y, ldy, M, N, K, activation, threads, 8);
+}
+
+// The weight [N, K] in float32, columns in plain order.
+void dfx_join_weight(const uint8_t* upper, const uint8_t* lower, const int8_t* shift, int coding, int full, int ordered, float* out, int64_t N, int64_t K,
+                     int threads) {
+    const Stored w{upper, lower, shift, K, coding, full != 0, ordered != 0};
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && N * K > 16384)
+    for (int64_t n = 0; n < N; ++n) join_row(w, n, out + n * K);
 }
 
 void dfx_paged_decode_attention(const float* q, int64_t q_row, int64_t q_head, const float* pool, int64_t block_stride, int64_t layer_offset,

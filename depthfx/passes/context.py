@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 
 from depthfx.contracts import Skipper
 from depthfx.lowering.stored_weight import StoredWeight
@@ -74,8 +76,7 @@ def shape_of(node: Any) -> tuple[Any, ...] | None:
 def call(graph: fx.Graph, ctx: PassContext, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """Insert ``target(*args, **kwargs)`` at the insertion point, with its fake value and the module stack of ``like``."""
     node = graph.call_function(target, args, kwargs)
-    # without the Python dispatcher, C++ ops would read symbolic sizes as numbers and fix them
-    with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
+    with _evaluation(ctx):
         node.meta["example_value"] = _fake_value(node, ctx)
     for key in ("nn_module_stack", "group"):
         if key in like.meta:
@@ -85,10 +86,18 @@ def call(graph: fx.Graph, ctx: PassContext, like: fx.Node, target: Callable[...,
 
 def refresh_values(gm: fx.GraphModule, ctx: PassContext, known: Mapping[fx.Node, Any] = MappingProxyType({})) -> None:
     """Recompute every node's fake value from its inputs, for a rewrite upstream may have changed strides; but take those of ``known``."""
-    with ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
+    with _evaluation(ctx):
         for node in gm.graph.nodes:
             if node.op in ("call_function", "call_method"):
                 node.meta["example_value"] = known[node] if node in known else _fake_value(node, ctx)
+
+
+@contextmanager
+def _evaluation(ctx: PassContext) -> Iterator[None]:
+    """Ops yield fake values. The fake mode's own cache is off: equal calls are in ``fake_values``, and an entry there costs as much as an op."""
+    # without the Python dispatcher, C++ ops would read symbolic sizes as numbers and fix them
+    with disable_fake_tensor_cache(ctx.fake_mode), ctx.fake_mode, enable_python_dispatcher(), torch.no_grad():
+        yield
 
 
 def _fake_value(node: fx.Node, ctx: PassContext) -> Any:

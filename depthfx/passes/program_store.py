@@ -206,16 +206,17 @@ def _restore_graph(body: dict[str, Any], ctx: PassContext) -> fx.GraphModule:
     sizes = {name: _open_size(name, rows, ctx.fake_mode) for name, rows in _ROWS.items()}
     ctx.row_symbol = sizes["T"].node.expr
     calls = [n for n in gm.graph.nodes if n.op in _CALLS]
-    layouts = {node: layout for node, layout in zip(calls, body["values"], strict=True) if layout is not None}
+    layouts = dict(zip(calls, body["values"], strict=True))
+    layouts |= {n: body["inputs"][n.name] for n in gm.graph.nodes if n.op == "placeholder"}
     made: dict[str, Any] = {}  # one object for each layout, as the passes share them
     with ctx.fake_mode:
-        for node in gm.graph.nodes:
-            if node.op == "placeholder":
-                node.meta["example_value"] = _value(body["inputs"][node.name], sizes)
         for layout in layouts.values():
             if repr(layout) not in made:
-                made[repr(layout)] = _value(layout, sizes)
-    refresh_values(gm, ctx, {node: made[repr(layout)] for node, layout in layouts.items()})
+                made[repr(layout)] = None if layout is None else _value(layout, sizes)
+    known = {node: made[repr(layout)] for node, layout in layouts.items() if layout is not None}
+    for node, value in known.items():
+        node.meta["example_value"] = value
+    refresh_values(gm, ctx, known)
     return gm
 
 

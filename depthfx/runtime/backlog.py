@@ -19,11 +19,16 @@ class Backlog:
         self.hurried = False  # steps planned now should be fast
         self._patience_s, self._calm_s, self._clock = patience_s, calm_s, clock
         self._calm_since: float | None = None
+        self._serving_since = float("-inf")
 
-    def look(self, waiting_since: float | None) -> None:
-        """Before each plan: the time at which the next request was added, None if there is none that fast steps would help."""
+    def look(self, waiting_since: float | None, idle: bool = False) -> None:
+        """Before each plan: the time at which the next request was added, None if there is none that fast steps would help.
+
+        ``idle``: nobody is being served, so who waits has waited for nobody but the caller; that does not count.
+        """
         now = self._clock()
-        waited = 0.0 if waiting_since is None else now - waiting_since
+        self._serving_since = now if idle else self._serving_since
+        waited = 0.0 if waiting_since is None else now - max(waiting_since, self._serving_since)
         if waited > self._patience_s:
             self.hurried = True
         if waited > self._patience_s / 2:

@@ -74,8 +74,8 @@ class ElasticControl:
         self._pressed = False  # somebody waits for full precision: nothing is lent ahead of need
         self._to_retry: set[int] = set()  # units whose copy failed; they stay closed, and KV may still take them
         self._failure = ""  # the last one, as text: tracebacks keep tensors alive
-        self.num_tries_failed = 0  # in a row; a try is all copies that are handed over together
-        self._trying = False  # no copy of the latest try has failed yet
+        self.num_tries_failed = 0  # in a row; a try is all copies that are under way together, and fails if none of them succeeds
+        self._has_failed = self._has_worked = False  # a copy of the present try
         self._hopeless = ""  # why who waits should not go on waiting; not yet told
         self._versions = self._count_changes()
         self._seen: bytes | None = None
@@ -110,7 +110,7 @@ class ElasticControl:
     def before_plan(self, waiting_since: float | None) -> None:
         """Books what the worker has copied back, lends ahead of need where ``high`` or the policy asks for it, and minds the backlog."""
         self.collect()
-        self._backlog.look(waiting_since)
+        self._backlog.look(waiting_since, idle=not self.manager.held_blocks)
         if self.settings.policy == "static_fast":
             self.manager.lend(self.shared.layout.num_units)  # what `restore` brought back for a while
         elif self.settings.high < 1.0 and not self._pressed and self.manager.held_blocks >= self.settings.high * self.manager.open_blocks:
@@ -162,13 +162,17 @@ class ElasticControl:
         if self._clock() >= self._retry_at:
             self._retry()
             per_unit = self.shared.layout.blocks_per_unit
-            while (num_open := self.region.num_open_units) and self.manager.held_blocks + spare <= self.manager.open_blocks - per_unit:
+            closed: list[int] = []
+            while self.region.num_open_units and self.manager.held_blocks + spare <= self.manager.open_blocks - per_unit:
                 self._empty_highest()
-                event = self._after_launched()
                 unit = self.region.next_to_restore()
-                if unit is None or not self._begin(unit, event):
+                if unit is None:
                     break
-                assert self.region.num_open_units < num_open
+                self._close(unit)
+                closed.append(unit)
+            event = self._after_launched() if closed else None  # behind all blocks that were moved, the last of them too
+            for unit in closed:
+                self._submit(unit, event)
         self._calm_since = None
         hopeless, self._hopeless = self._hopeless, ""
         return hopeless
@@ -183,9 +187,11 @@ class ElasticControl:
 
         Raises :class:`MemoryStateError` while KV blocks are in the way, if copies fail again and again, or after ``timeout`` seconds.
         """
-        end, num_tries = time.monotonic() + timeout, 0
+        end, num_tries, num_back = time.monotonic() + timeout, 0, self.region.num_restores
         while not all(self.region.resident()):
             self.collect()
+            if self.region.num_restores > num_back:
+                num_tries, num_back = 0, self.region.num_restores
             if self._to_retry:
                 num_tries += 1
                 if num_tries > MAX_TRIES:
@@ -260,14 +266,15 @@ class ElasticControl:
                 break
 
     def _begin(self, unit: int, event: torch.cuda.Event | None) -> bool:
-        self.manager.begin_restore(unit)
-        self._trying = True
-        self._num_clean = min(self._num_clean, unit)
+        self._close(unit)
         return self._submit(unit, event)
+
+    def _close(self, unit: int) -> None:
+        self.manager.begin_restore(unit)
+        self._num_clean = min(self._num_clean, unit)
 
     def _retry(self) -> None:
         event, units = self._after_launched() if self._to_retry else None, sorted(self._to_retry)
-        self._trying = bool(units) or self._trying
         for unit in units:
             self._to_retry.discard(unit)
             self._submit(unit, event)
@@ -296,7 +303,7 @@ class ElasticControl:
             torch.cuda.synchronize(self._device)  # what it has queued comes to its end
         old = self.shared.resources.worker
         old.wait_idle(_LAST_WORDS_SECONDS)
-        self.collect()  # what it has still to tell: no unit may be waited for that nobody copies
+        self._book()  # what it has still to tell: no unit may be waited for that nobody copies
         self._counted = self._counted[0] - old.copied_bytes, self._counted[1] - old.seconds_busy
         old.close()
         self.shared.resources.worker = RestoreWorker(self._device)
@@ -312,6 +319,10 @@ class ElasticControl:
 
     def collect(self) -> None:
         """Books what the worker has copied back; its failures are warned of and tried again after a while."""
+        self._book()
+        self._judge_try()
+
+    def _book(self) -> None:
         while True:
             try:
                 done = self.shared.worker.poll()
@@ -320,9 +331,21 @@ class ElasticControl:
                 self._fail(error.unit, error)
         for unit in done:
             self.manager.finish_restore(unit)
-            self.num_tries_failed, self._hopeless = 0, ""
+        self._has_worked |= bool(done)
         if done and self.settings.verify:
             self._verify(done)
+
+    def _judge_try(self) -> None:
+        if self._has_worked:
+            self.num_tries_failed, self._hopeless = 0, ""
+        if self.region.num_restoring > len(self._to_retry):
+            return  # some of it is under way
+        if self._has_failed and not self._has_worked:
+            self.num_tries_failed += 1
+            if self._pressed and self.num_tries_failed >= MAX_TRIES:
+                tries = f"{self.num_tries_failed} tries in a row failed, the last one with: {self._failure}"
+                self._hopeless = f"residual bytes cannot be copied back from the host: {tries}"
+        self._has_failed = self._has_worked = False
 
     def _verify(self, units: list[int]) -> None:
         resident = self.region.resident()
@@ -336,11 +359,7 @@ class ElasticControl:
         self._retry_at = self._clock() + RETRY_SECONDS
         if unit is not None:
             self._to_retry.add(unit)
-        if self._trying:
-            self._trying, self.num_tries_failed = False, self.num_tries_failed + 1
-            if self._pressed and self.num_tries_failed >= MAX_TRIES:
-                tries = f"{self.num_tries_failed} tries in a row failed, the last one with: {error}"
-                self._hopeless = f"residual bytes cannot be copied back from the host: {tries}"
+        self._has_failed = True
         warnings.warn(f"a residual was not restored, its layer stays in fast precision and is tried again: {error}", stacklevel=2)
 
     def _guard(self, entry: int) -> Callable[[], None]:

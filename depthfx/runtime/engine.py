@@ -48,8 +48,7 @@ class Engine:
         routes: RouteLog | None = None,
     ) -> None:  # fmt: skip
         self.routes, self.layers = routes, tuple(layers)
-        self.vocab_size, self._scheduler = vocab_size, scheduler
-        self._runner = runner
+        self.vocab_size, self._scheduler, self._runner = vocab_size, scheduler, runner
         self._depth = 2 if lookahead else 1
         self._check = check
         self._state = threading.Condition()  # guards everything below; never held while waiting for the device
@@ -67,8 +66,7 @@ class Engine:
         if control is not None:
             scheduler.mask = control.mask
         self._timeline = timeline
-        self._counts = StepCounts()
-        self._clock = StepClock()
+        self._counts, self._clock = StepCounts(), StepClock()
 
     def add(
         self, prompt_token_ids: Iterable[int], sampling: SamplingParams | None = None, request_id: str | None = None,
@@ -349,6 +347,8 @@ class Engine:
         if len(self._flights) >= self._depth or (self._flights and self._flights[-1].error is not None):
             return False
         if self.control is not None:
+            if not self._flights and self._scheduler.presses:
+                self._tidy_memory()  # who waits for full precision may be new: what is done for it comes before a plan without it
             self.control.before_plan(self._scheduler.waiting_since)
         plan = self._scheduler.plan()
         if self.control is not None:
@@ -393,8 +393,8 @@ class Engine:
     def _tidy_memory(self, stuck: bool = False) -> None:
         """``stuck``: nothing can run, so nobody needs room to go on."""
         control, scheduler = self.control, self._scheduler
-        if control is not None and scheduler.presses:
-            if why := control.press(0 if stuck else scheduler.num_running):
-                self._deliver(scheduler.give_up(why))
-        elif control is not None:
+        pressed = control is not None and scheduler.presses
+        if control is not None and pressed and (why := control.press(0 if stuck else scheduler.num_running)):
+            self._deliver(scheduler.give_up(why))
+        if control is not None and not (pressed and scheduler.has_unfinished()):
             control.after_commit(scheduler.num_waiting > 0, not scheduler.has_unfinished())

@@ -44,7 +44,7 @@ class PrecisionSwitch:
 
     def before_plan(self, waiting_since: float | None) -> None:
         """Fast from here on if the KV cache is as full as ``high`` says or prompts wait, unless somebody runs who asks for full precision."""
-        self._backlog.look(waiting_since)
+        self._backlog.look(waiting_since, idle=not self.manager.held_blocks)
         if self._is_high() and self.manager.may_lend:
             self._full, self._calm_since = False, None
 

@@ -92,8 +92,8 @@ class Scheduler:
 
     @property
     def waiting_since(self) -> float | None:
-        """When the next request was added, where fast steps would let it begin sooner."""
-        return self._waiting[0].added_s if self._waiting and not self._waiting[0].full else None
+        """When the next request that has not begun (who was preempted has) was added, where fast steps would let it begin sooner."""
+        return next((None if r.full else r.added_s for r in self._waiting if r.full or r.last_step < 0), None)
 
     @property
     def presses(self) -> bool:

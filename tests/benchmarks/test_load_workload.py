@@ -146,3 +146,24 @@ def test_clamp_says_how_many_it_changed():
     asks = [Ask((1, 2, 3), 5), Ask((1,), 2)]
     assert clamp(asks, 2, 4) == ([Ask((1, 2), 4), Ask((1,), 2)], 1)
     assert clamp(asks, None, None) == (asks, 0)
+
+
+def test_lengths_of_a_trace_under_other_arrivals(tmp_path, monkeypatch, capsys):
+    """The requests of the window, in order, at arrivals of their own."""
+    import load
+
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{i},{20 + i},{3 + i}\n" for i in range(9)))
+    line = f"load --shape smollm2 --arrivals gamma --rates 5 --first 2 --requests 6 --lengths {trace} --max-input 25"
+    monkeypatch.setattr("sys.argv", line.split())
+    workload = load.Workload(load.parse_arguments())
+    jobs = workload.jobs(workload.asks(0), 5.0, 0)
+    assert [len(j.ask.prompt) for j in jobs] == [22, 23, 24, 25, 25, 25] and workload.num_cut == 2
+    assert [j.ask.output_tokens for j in jobs] == [5, 6, 7, 8, 9, 10]
+    gaps = [b.arrival_s - a.arrival_s for a, b in zip(jobs, jobs[1:])]
+    assert len({round(g, 6) for g in gaps}) == 5, "not those of the trace, which are all alike"
+    assert workload.benchmark is None, "its prompts are random ids"
+    monkeypatch.setattr("sys.argv", [*line.split(), "--examples", "shots.jsonl"])
+    with pytest.raises(SystemExit):
+        load.parse_arguments()
+    assert "--examples needs --lengths with the file of a benchmark" in capsys.readouterr().err

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import depthfx
 from depthfx.errors import SettingError
+from depthfx.records import SamplingParams
 from depthfx.runtime.backlog import Backlog
 from depthfx.settings import ElasticMemory
 from tests.runtime.load_simulator import Ask, Simulation, decisions
+from tests.runtime.test_elastic import elastic
 
 
 def watched(patience=0.25, calm=0.2):
@@ -30,6 +34,27 @@ def test_a_long_wait_makes_steps_fast_and_calm_ends_it():
     assert at(1.50, 1.30), "half of the patience is not calm"
     assert at(1.55, None) and at(1.74, 1.70) and not at(1.76, 1.70)
     assert not at(1.82, 1.70)
+
+
+def test_a_wait_for_nobody_does_not_count():
+    """Nobody was served until the caller came to it: what has waited begins now, and no step before could have been faster."""
+    now = [0.0]
+    backlog = Backlog(0.25, 0.2, lambda: now[0])
+    for at, since, idle, hurried in ((5.0, 1.0, True, False), (5.2, 1.0, False, False), (5.26, 1.0, False, True)):
+        now[0] = at
+        backlog.look(since, idle)
+        assert backlog.hurried == hurried
+
+
+@pytest.mark.parametrize("policy", ["elastic", "nested_resident"])
+def test_a_stream_that_is_read_late_is_full(policy):
+    engine = elastic(memory={"policy": policy, "patience_s": 0.001}, kv_blocks=26).engine
+    for _ in range(2):
+        late = engine.stream([5, 6, 7], SamplingParams(max_new_tokens=4))
+        time.sleep(0.01)
+        assert len(list(late)) == 4
+    assert engine.stats().steps_by_precision == {"full": 8, "mixed": 0, "fast": 0}
+    engine.close()
 
 
 def test_rest_ends_it_at_once_and_infinite_patience_never_hurries():

@@ -275,7 +275,7 @@ def test_what_only_the_model_tells():
         elastic(model, {"order": (0, 9)})
     with pytest.raises(MemoryBudgetError, match="raise memory_budget_gib"):
         elastic(model, {"budget_gib": 1e-5}, kv_blocks=None)
-    with pytest.raises(SettingError, match="memory='elastic' has type str; allowed: ElasticMemory or None"):
-        depthfx.compile(model, memory="elastic", **COMMON)
+    with pytest.raises(SettingError, match="memory=1 has type int; allowed: ElasticMemory or None"):
+        depthfx.compile(model, memory=1, **COMMON)
     layout = elastic(model, {"unit_mib": 1e6}).engine.control.shared.layout  # after all that, it still compiles
     assert layout.num_units == 1 and layout.unit_bytes < 1 << 20

@@ -146,6 +146,9 @@ def test_copies_that_always_fail_end_them_and_nobody_else(lookahead, monkeypatch
     before = control.num_tries_failed
     with pytest.raises(RestoreError, match=r"request 'late'.*\d+ tries in a row") as late:
         list(engine.stream(asked[0], SamplingParams(max_new_tokens=20, **FULL), request_id="late"))
+    engine.add(asked[0], SamplingParams(max_new_tokens=20, **FULL), request_id="last")
+    assert isinstance(run_out(engine)["last"], RestoreError)
+    assert not control._pressed, "nobody is left who waits, so memory follows load again"
     tries = int(re.search(r"(\d+) tries", str(late.value))[1])
     assert before < tries <= before + 3, "one that begins while it waits; on a slow machine one or two more may end before that is seen"
     control.shared.worker.copier.disturb(0)
@@ -175,12 +178,15 @@ def test_a_success_between_failures_counts_anew(monkeypatch):
             assert worker.wait_idle(20)  # what is changed between steps is changed between tries
 
     worker.copier.disturb(1, fail_share=1.0)
-    for num_restored in (1, 2):
+    for _ in range(2):
         step_until(lambda: control.num_tries_failed == elastic_file.MAX_TRIES - 1)
         worker.copier.disturb(0)
-        worker.copier.fail("before chunk", 1, count=units - num_restored)  # all but one
-        step_until(lambda n=num_restored: control.stats().num_restores == n)
+        restored = control.stats().num_restores
+        worker.copier.fail("before chunk", 1, count=units - restored - 1)  # of units that wait together each second one, else all but one
+        step_until(lambda restored=restored: control.stats().num_restores > restored)
+        worker.copier.fail("before chunk", 0)
         worker.copier.disturb(1, fail_share=1.0)
+        assert control.region.num_restoring > 0 and control.num_tries_failed == 0
     worker.copier.disturb(0)
     tokens: dict[str, list[int]] = {}
     finish(engine, tokens)

@@ -39,6 +39,43 @@ def test_a_parked_request_ends_the_pressure_that_it_is():
     engine.close()
 
 
+def test_a_hurry_takes_no_room_from_parked_requests():
+    """Steps are fast for a wait, not for their blocks; the hurry ends as soon as somebody waits for full precision."""
+    engine = elastic(memory={"policy": "nested_resident", "patience_s": 0.0, "dwell_s": 9.0}, kv_blocks=60).engine
+    parked = []
+    for prompt in prompts((20, 15), seed=3):
+        parked.append(engine.add(prompt, SamplingParams(max_new_tokens=10, external=True)))
+        while not engine.step():
+            pass
+    assert set(engine.precision().values()) == {"fast"}, "or there is no hurry"
+    engine.add(prompts((18,), seed=9)[0], SamplingParams(max_new_tokens=3, min_precision="full"))
+    assert any(output.finished for _ in range(20) for output in engine.step())
+    assert engine.stats().num_preemptions == 0
+    for name in parked:
+        engine.abort(name)
+    engine.close()
+
+
+def test_who_was_preempted_does_not_wait_for_its_prompt_to_begin():
+    """It may have run, or its caller may have thought, for as long as it liked; who was never admitted waits since it was added."""
+    scheduler = build()
+    for name, since in (("first", 4.0), ("old", 5.0), ("parked", 6.0), ("new", 7.0), ("late", 8.0)):
+        sampling = SamplingParams(max_new_tokens=8, external=name == "parked")
+        scheduler.add(Request(name, [len(name)] * 4, sampling, added_s=since))
+        assert scheduler.waiting_since == min(since, 7.0)
+        if since < 7:
+            turn(scheduler)
+    for name in ("parked", "old"):
+        scheduler._preempt(scheduler._requests[name])
+    scheduler.push_token("parked", 3)
+    assert [r.request_id for r in scheduler._waiting] == ["old", "parked", "new", "late"] and scheduler.waiting_since == 7.0
+    for name in ("new", "late"):
+        scheduler.abort(name)
+    assert scheduler.waiting_since is None
+    scheduler.add(request("full", [1] * 4, min_precision="full"))
+    assert scheduler.waiting_since is None
+
+
 def test_an_empty_cache_of_one_block_is_no_pressure():
     engine = elastic(memory={"policy": "nested_resident"}, kv_blocks=1).engine
     engine.add([5, 6], SamplingParams(max_new_tokens=2, min_precision="full"))

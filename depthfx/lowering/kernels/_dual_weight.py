@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from depthfx.errors import FormatError
+from depthfx.lowering import native, native_stored
 from depthfx.lowering.fragment_order import from_fragment_order, to_fragment_order
 from depthfx.lowering.kernels._cases import BF16, DOT_TOLERANCE, F16, F32, randn
 from depthfx.lowering.nested_format import FORMATS, NestedFormat, NestedWeight
@@ -61,6 +62,12 @@ def powers_of_two(shift: torch.Tensor, less: int = 0) -> torch.Tensor:
     return (shift.to(torch.int32).add_(127 - less) << 23).view(torch.float32)
 
 
+def takes_native(upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, x: torch.Tensor | None = None) -> bool:
+    """Whether the native CPU kernels read these bytes and, if ``x`` [M, K] is given, have a product for its rows."""
+    planes = upper.is_cpu and upper.is_contiguous() and lower.is_contiguous() and (shift is None or shift.is_contiguous())
+    return planes and (x is None or x.shape[0] <= native.MAX_ROWS) and native.usable(x)
+
+
 def joined_weight(
     upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, name: str, full: bool, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -68,6 +75,8 @@ def joined_weight(
 
     In plain order, so that the sums of a product run as over a 16-bit weight: full precision has the same bits as the dense path.
     """
+    if dtype is torch.float32 and takes_native(upper, lower, shift):
+        return native_stored.join_weight(upper, lower, shift, coding_of(name, shift), full)
     coding, code = coding_of(name, shift), upper.to(torch.int16)
     if coding == E4M3:
         sign = (code & 0x80).bitwise_left_shift_(8)

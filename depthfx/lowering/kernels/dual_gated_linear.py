@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from depthfx.lowering import native_stored
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import gated_activation, gated_linear
 from depthfx.lowering.kernels._cases import DOT_REASON, counted
@@ -19,11 +20,13 @@ from depthfx.lowering.kernels._dual_weight import (
     FP8_TOLERANCE,
     SHAPES,
     DualShape,
+    coding_of,
     draw_inputs,
     is_full,
     joined_weight,
     plain_weight,
     shape_label,
+    takes_native,
 )
 from depthfx.lowering.kernels._fp8_linear import launch_fp8, uses_fp8
 from depthfx.lowering.kernels._join_weight import launch_joined
@@ -43,8 +46,11 @@ def cpu(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
     layer: int, precision: int, format: str, activation: str, bound: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The weight in plain order, then the CPU's gated linear."""
-    weight = joined_weight(upper, lower, shift, format, is_full(layer_precision, layer, precision), x.dtype)
+    """The native kernel for few fp32 rows; else the weight in plain order, then the CPU's gated linear."""
+    full = is_full(layer_precision, layer, precision)
+    if takes_native(upper, lower, shift, x):
+        return native_stored.stored_linear(inner_contiguous(x), upper, lower, shift, coding_of(format, shift), full, activation=activation)
+    weight = joined_weight(upper, lower, shift, format, full, x.dtype)
     return gated_linear.cpu(x, weight, activation)
 
 
