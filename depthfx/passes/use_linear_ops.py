@@ -74,7 +74,8 @@ def use_linear_add(gm: fx.GraphModule, ctx: PassContext) -> None:
         gm.graph.erase_node(product)
         gm.graph.erase_node(linear)
         count += 1
-    ctx.report.add("rewritten", f"{count} residual additions: inside the linear before them")
+    if count:
+        ctx.report.add("rewritten", f"{count} residual additions: inside the linear before them")
 
 
 def _lone_product(node: Any) -> bool:
