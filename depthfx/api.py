@@ -266,9 +266,8 @@ def _build_runner(
             runner.graphs.capture()
         report.add("compiled", f"CUDA graphs of decode steps for batch sizes {', '.join(map(str, runner.graphs.buckets))}")
     if program.routed is not None:
-        report.add(
-            "depth", f"cohorts: {'in place in captured graphs, ' if buckets else ''}gathered, with counts read by the host, in other steps"
-        )
+        captured = f"{runner.graphs.cohorts()}; " if buckets else ""
+        report.add("depth", f"cohorts: {captured}gathered, with counts read by the host, in other steps")
     return runner
 
 

@@ -16,10 +16,10 @@ from depthfx.lowering.kernels._upload import upload_words
 
 __all__ = [
     "ADD_RMS_NORM", "DUAL_GATED_LINEAR", "DUAL_LINEAR", "FP8_LINEAR", "GATED_ACTIVATION", "GATED_LINEAR", "KV_APPEND", "LINEAR",
-    "LINEAR_ADD", "MIN_FP8_ROWS", "PAGED_ATTENTION", "PARTITION_ROWS", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "SELECT_ROWS",
+    "LINEAR_ADD", "MIN_FP8_ROWS", "PAGED_ATTENTION", "PARTITION_ROWS", "QUANTIZE_ROWS", "RMS_NORM", "ROTARY_APPEND", "SCATTER_ROWS", "SELECT_ROWS",
     "add_rms_norm", "dual_gated_linear", "dual_linear", "enable_pdl", "fp8_linear", "gated_activation", "gated_linear", "has_fp8_rows",
     "kv_append", "linear", "linear_add", "paged_attention", "partition_rows", "quantize_rows", "reserve_scratch", "rms_norm",
-    "rotary_append", "select_rows", "upload_words",
+    "rotary_append", "scatter_rows", "select_rows", "upload_words",
 ]  # fmt: skip
 
 KERNELS.names()  # imports every kernel file, which defines its op
@@ -39,6 +39,7 @@ ROTARY_APPEND = torch.ops.depthfx.rotary_append.default
 PAGED_ATTENTION = torch.ops.depthfx.paged_attention.default
 PARTITION_ROWS = torch.ops.depthfx.partition_rows.default
 SELECT_ROWS = torch.ops.depthfx.select_rows.default
+SCATTER_ROWS = torch.ops.depthfx.scatter_rows.default
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -58,9 +59,9 @@ def linear(
     return LINEAR(x, weight, bias, bound)
 
 
-def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """``residual + x W^T``; x [T, K], weight [N, K], residual [T, N]."""
-    return LINEAR_ADD(x, weight, residual)
+def linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bound: torch.Tensor | None = None) -> torch.Tensor:
+    """``residual + x W^T``; x [T, K], weight [N, K], residual [T, N]; ``bound`` as in :func:`linear`."""
+    return LINEAR_ADD(x, weight, residual, bound)
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str, bound: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,3 +142,8 @@ def partition_rows(
 def select_rows(run: torch.Tensor, project: torch.Tensor, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
     """Rows [T, H] from ``run`` where ``choice`` [T] is 1, from ``project`` where it is 0, from ``hidden`` where it is -1."""
     return SELECT_ROWS(run, project, hidden, choice)
+
+
+def scatter_rows(out: torch.Tensor, packed: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, cohort: int) -> None:
+    """Packed rows [n, H] of ``cohort`` (0 RUN, 1 PROJECT) to their places in ``out`` [T, H]; rows behind the count are left out."""
+    SCATTER_ROWS(out, packed, order, counts, cohort)

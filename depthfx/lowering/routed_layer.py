@@ -1,21 +1,29 @@
 """Run the two groups of a routed layer on the rows that were chosen for them: a cohort is a smaller step.
 
-Two ways. Where the host may read the counts (a CPU; CUDA outside of captured graphs), rows are gathered, each body runs on exactly its
-rows, or not at all, and results go back to their places. In a captured graph both bodies run on all rows in place: attention of a row
-that does not RUN sees position -1 and reads no key, a linear does nothing where its cohort is empty (`bound`), and a select merges.
+Three ways. Where the host may read the counts (a CPU; CUDA outside of captured graphs), rows are gathered, each body runs on exactly its
+rows, or not at all, and results go back to their places. In a captured graph of few rows, whose time is the time to read weights, both bodies
+run on all rows in place: attention of a row that does not RUN sees position -1 and reads no key, a linear does nothing where its cohort
+is empty (`bound`), and a select merges. In a captured graph of many rows a body is there in several sizes; the device picks one
+that holds its cohort (`graph_switch`), and rows behind the count are computed in vain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from depthfx.lowering import ops
+from depthfx.lowering.graph_switch import Switch, active_switch
 from depthfx.lowering.kernel_spec import is_collecting
+
+MAX_ROWS_IN_PLACE = 64  # the products of so few rows read weights and do little else
+MAX_SIZES = 8  # of one cohort's body in one graph
+RUN, PROJECT = 0, 1  # places in the counts
 
 # How an input of a body follows from the cohort: as it is, rows along `dim`, the number of rows, or one of the inputs of attention.
 # Rows are contiguous, gathered or not.
@@ -34,7 +42,7 @@ class BodyInput:
 class _Rows:
     """The rows of one cohort: all of the step in place, or those of ``index``."""
 
-    index: torch.Tensor | None  # [n] int64; None: every row of the step
+    index: torch.Tensor | None  # [n] int32 or int64; None: every row of the step
     count: int
     positions: torch.Tensor | None  # [count] int32, for attention; None: as the step's
     num_decode_rows: int
@@ -76,6 +84,8 @@ class RoutedLayer(nn.Module):
         """The layer's output ``[T, H]``; ``inputs`` are those of `run`, then those of `project`."""
         split = len(self._run_inputs)
         given = inputs[:split], inputs[split:]
+        if captured and (switch := active_switch()) is not None and hidden.shape[0] > MAX_ROWS_IN_PLACE:
+            return self._switched(switch, hidden, order, counts, run_positions, chunk_starts, *given)
         if captured:
             return self._in_place(hidden, counts, run_positions, choice, num_decode_rows, chunk_starts, *given)
         return self._gathered(hidden, order, counts, choice, num_decode_rows, chunk_starts, *given)
@@ -92,6 +102,37 @@ class RoutedLayer(nn.Module):
             cohort = _Rows(None, num_rows, None, num_decode_rows, chunk_starts, counts[1:])
             spare = self._call(self.project, self._project_inputs, project_given, cohort)
         return ops.select_rows(out, spare, hidden, choice)
+
+    def _switched(
+        self, switch: Switch, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, run_positions: torch.Tensor,
+        chunk_starts: torch.Tensor, run_given: Sequence[Any], project_given: Sequence[Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """For steps of decodes alone."""
+        num_rows, out = hidden.shape[0], torch.empty_like(hidden)
+        step, sizes = sizes_of(num_rows)
+
+        def run_none() -> None:
+            out.copy_(hidden)
+
+        def run_some(size: int) -> None:
+            out.copy_(hidden)
+            index = order[:size]
+            cohort = _Rows(index, size, run_positions.index_select(0, index), size, chunk_starts, None)
+            ops.scatter_rows(out, self._call(self.run, self._run_inputs, run_given, cohort), order, counts, RUN)
+
+        def run_all() -> None:
+            out.copy_(self._call(self.run, self._run_inputs, run_given, _Rows(None, num_rows, None, num_rows, chunk_starts, None)))
+
+        def project_some(size: int) -> None:
+            at = torch.arange(size, dtype=torch.int32, device=hidden.device).add_(counts[:1]).clamp_(max=num_rows - 1)
+            cohort = _Rows(order.index_select(0, at), size, None, 0, chunk_starts, None)
+            assert self.project is not None
+            ops.scatter_rows(out, self._call(self.project, self._project_inputs, project_given, cohort), order, counts, PROJECT)
+
+        switch.run(counts, RUN, step, [run_none, *(partial(run_some, size) for size in sizes)], run_all)
+        if self.project is not None:
+            switch.run(counts, PROJECT, step, [None, *(partial(project_some, size) for size in sizes)])
+        return out
 
     def _gathered(
         self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, choice: torch.Tensor, num_decode_rows: int,
@@ -125,3 +166,9 @@ class RoutedLayer(nn.Module):
     def _call(body: Callable[..., Any], specs: Sequence[BodyInput], given: Sequence[Any], cohort: _Rows) -> torch.Tensor:
         result: torch.Tensor = body(*(cohort.take(value, spec) for value, spec in zip(given, specs, strict=True)))
         return result
+
+
+def sizes_of(num_rows: int) -> tuple[int, list[int]]:
+    """``(step, sizes)`` in rows that the bodies of a switched cohort have: steps of 64 up to ``num_rows``, wider ones above 512."""
+    step = MAX_ROWS_IN_PLACE * -(-num_rows // (MAX_ROWS_IN_PLACE * MAX_SIZES))
+    return step, [*range(step, num_rows, step), num_rows]

@@ -24,7 +24,7 @@ from depthfx.passes.match import is_append
 _OWN = ("positions", "num_decode_rows", "chunk_starts")
 _BOUND = "bound"
 # Ops that do nothing where the number on the device is 0, by the place of that argument.
-_BOUNDED = (ops.LINEAR, ops.GATED_LINEAR, ops.DUAL_LINEAR, ops.DUAL_GATED_LINEAR)
+_BOUNDED = (ops.LINEAR, ops.LINEAR_ADD, ops.GATED_LINEAR, ops.DUAL_LINEAR, ops.DUAL_GATED_LINEAR)
 
 _GIVEN = ("placeholder", "get_attr")
 

@@ -30,7 +30,7 @@ from depthfx.passes.split_pieces import split_pieces
 from depthfx.passes.tabulate_positions import tabulate_positions
 from depthfx.passes.traces import Traces
 from depthfx.passes.use_dual_linear import use_dual_linear, use_fp8_linear
-from depthfx.passes.use_linear_ops import drop_batch_dim, use_gated_linear, use_linear
+from depthfx.passes.use_linear_ops import drop_batch_dim, use_gated_linear, use_linear, use_linear_add
 from depthfx.passes.use_paged_attention import use_paged_attention
 from depthfx.passes.weights import bind_weights
 from depthfx.records import KvShape, StepInputs
@@ -52,11 +52,12 @@ PASSES: tuple[Pass, ...] = (
     use_linear,
     use_dual_linear,
     use_fp8_linear,
+    use_linear_add,
     drop_batch_dim,
     tabulate_positions,
 )
 # Passes that only make the graph faster; `Settings.fuse=False` leaves them out.
-FUSIONS = frozenset({fuse_linears, fuse_rotary, fuse_norms, use_gated_linear, use_linear, tabulate_positions})
+FUSIONS = frozenset({fuse_linears, fuse_rotary, fuse_norms, use_gated_linear, use_linear, use_linear_add, tabulate_positions})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import fx
 
 from depthfx.lowering import ops
 from depthfx.passes.context import PassContext, batched, call, erase_unused, rows, shape_of
-from depthfx.passes.match import is_op, operands, other
+from depthfx.passes.match import dtype_of, is_op, operands, other
 
 
 def use_gated_linear(gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -51,6 +51,37 @@ def use_linear(gm: fx.GraphModule, ctx: PassContext) -> None:
         gm.graph.erase_node(node)
         count += 1
     ctx.report.add("rewritten", f"{count} linears: depthfx::linear")
+
+
+def use_linear_add(gm: fx.GraphModule, ctx: PassContext) -> None:
+    """The residual addition that ends the run part of a routed layer goes into the product before it: a kernel less for few rows.
+
+    Elsewhere the addition is part of the next norm. Weights that are stored in another form keep their own ops.
+    """
+    count = 0
+    for node in list(gm.graph.nodes):
+        if not str(node.meta.get("group", "")).startswith("run") or not is_op(node, "add") or node.kwargs or len(node.args) != 2:
+            continue
+        product = next((a for a in operands(node) if _lone_product(a)), None)
+        residual = other(node, product)
+        if product is None or shape_of(residual) != shape_of(product) or dtype_of(residual) is not dtype_of(product):
+            continue
+        linear = product.args[0]
+        with gm.graph.inserting_before(node):
+            out = call(gm.graph, ctx, node, ops.LINEAR_ADD, linear.args[0], linear.args[1], rows(gm, ctx, residual))
+            node.replace_all_uses_with(batched(gm, ctx, out))
+        gm.graph.erase_node(node)
+        gm.graph.erase_node(product)
+        gm.graph.erase_node(linear)
+        count += 1
+    if count:
+        ctx.report.add("rewritten", f"{count} residual additions: inside the linear before them")
+
+
+def _lone_product(node: Any) -> bool:
+    """Whether ``node`` is a linear without bias, with a batch dim, that nothing else reads."""
+    linear = node.args[0] if is_op(node, "unsqueeze") and node.args[1] == 0 and len(node.users) == 1 else None
+    return linear is not None and linear.target is ops.LINEAR and linear.args[2] is None and len(linear.users) == 1
 
 
 def drop_batch_dim(gm: fx.GraphModule, ctx: PassContext) -> None:

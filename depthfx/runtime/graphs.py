@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from depthfx.lowering import ops
+from depthfx.lowering.graph_switch import GraphSwitch, switching, unavailable
+from depthfx.lowering.routed_layer import MAX_ROWS_IN_PLACE
 from depthfx.records import StepPlan
 
 if TYPE_CHECKING:
@@ -71,6 +73,13 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _drop_workspaces() -> None:
+    """cuBLAS keeps a workspace (32 MiB on Hopper) for each stream that it ran on, for good. Dropped in front of a capture, it is made anew in
+    the graph's memory and goes with the graph; dropped behind, nobody else is handed it. Other streams get theirs from the cache again.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def captured_steps(buckets: Sequence[int], nested: bool, device: torch.device, routed: bool = False) -> list[tuple[int, int, bool]]:
     """(bucket, precision on the host, routed) of each graph, largest first.
 
@@ -94,6 +103,19 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int, bool], DecodeGraph] = {}  # see `captured_steps`
         self.buckets = tuple(sorted(buckets))
         self._runner = runner
+        self.switch = GraphSwitch(runner.device) if self._switches() else None
+
+    def _switches(self) -> bool:
+        """Whether cohorts of many rows get the size that fits them."""
+        routed = self._runner.routed is not None and max(self.buckets, default=0) > MAX_ROWS_IN_PLACE
+        return routed and self._runner.device.type == "cuda" and unavailable() is None
+
+    def cohorts(self) -> str:
+        """How routed layers of captured steps run, for the report."""
+        if self.switch is not None:
+            return f"in place in captured graphs of up to {MAX_ROWS_IN_PLACE} rows, of a size chosen on the device in larger ones"
+        why = unavailable() if max(self.buckets) > MAX_ROWS_IN_PLACE else None
+        return "in place in captured graphs" + (f" (no sizes for larger ones: {why})" if why else "")
 
     def find(self, plan: StepPlan, precision: int = -1, routed: bool = False) -> DecodeGraph | None:
         """The smallest graph that holds ``plan`` in ``precision`` (1 full, 0 fast, -1 mixed); None if it prefills or is too large."""
@@ -112,14 +134,18 @@ class DecodeGraphs:
         for bucket, precision, routed in captured_steps(self.buckets, runner.shape.nested, runner.device, runner.routed is not None):
             uploaded = runner.staging.upload(StepPlan(-1, (), (), ()), bucket, routed)
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), dependent_launch(bucket, runner.shape.nested, runner.device):
+            overlapped = dependent_launch(bucket, runner.shape.nested, runner.device)
+            with torch.cuda.stream(stream), overlapped, switching(self.switch):
                 runner.forward(uploaded, precision, routed, captured=True)  # compiles what this bucket needs, outside the capture
             torch.cuda.current_stream().wait_stream(stream)
+            _drop_workspaces()
             graph = torch.cuda.CUDAGraph()
             overlapped = dependent_launch(bucket, runner.shape.nested, runner.device)
-            with _no_collection(), overlapped, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            captured = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+            with _no_collection(), overlapped, switching(self.switch), captured:
                 logits = runner.forward(uploaded, precision, routed, captured=True)
                 tokens = greedy(logits)
                 runner.last_tokens[:bucket].copy_(tokens)
+            _drop_workspaces()
             self._graphs[bucket, precision, routed] = DecodeGraph(bucket, graph, logits, tokens)
         torch.cuda.current_stream().synchronize()

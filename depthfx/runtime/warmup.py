@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from depthfx.lowering.graph_switch import switching
 from depthfx.lowering.precompile import KernelWorkers, Variant, collected
 from depthfx.records import StepPlan
 from depthfx.runtime.graphs import captured_steps, dependent_launch
@@ -44,7 +45,7 @@ def _variants(runner: Runner, buckets: tuple[int, ...], hints: tuple[int, ...]) 
                     runner.forward(runner.staging.upload(prefill_plan((rows,)), None, routed), precision, routed)
                     _settle(runner)
         for bucket, precision, routed in captured_steps(buckets, runner.shape.nested, runner.device, runner.routed is not None):
-            with dependent_launch(bucket, runner.shape.nested, runner.device):
+            with dependent_launch(bucket, runner.shape.nested, runner.device), switching(runner.graphs.switch):
                 runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), bucket, routed), precision, routed, captured=True)
             _settle(runner)
     return list(found)

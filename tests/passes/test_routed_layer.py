@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from depthfx.lowering import ops
-from depthfx.lowering.routed_layer import BodyInput, RoutedLayer
+from depthfx.lowering.graph_switch import HostSwitch, active_switch, index_of, switching
+from depthfx.lowering.routed_layer import MAX_ROWS_IN_PLACE, MAX_SIZES, BodyInput, RoutedLayer, sizes_of
 
 RUN_INPUTS = [
     BodyInput("rows"), BodyInput("rows", 1), BodyInput("whole"), BodyInput("count"), BodyInput("positions"), BodyInput("num_decode_rows"),
@@ -105,3 +106,70 @@ def test_in_place(share, projects):
         assert bound.tolist() == [step.choice.count(1)]
         if projects:
             assert step.seen[1][1].tolist() == [step.choice.count(0)]
+
+
+class Decodes(Step):
+    """``rows`` decodes, of which ``num_run`` run, ``padding`` are nobody's, and the rest skip."""
+
+    def __init__(self, rows: int, num_run: int, padding: int = 0) -> None:
+        draw = random.Random(rows * 1000 + num_run)
+        self.count = self.num_decode_rows = rows
+        self.chunk_of, self.num_chunks, self.chunk_starts = [-1] * rows, 0, torch.empty(0, dtype=torch.int32)
+        self.positions = torch.tensor([draw.randrange(100) for _ in range(rows)], dtype=torch.int32)
+        self.positions[rows - padding :] = -1
+        running = set(draw.sample(range(rows - padding), num_run))
+        self.choice = [-1 if i >= rows - padding else int(i in running) for i in range(rows)]
+        self.hidden = torch.arange(rows * 2.0).view(-1, 2)
+        self.wide = torch.arange(rows * 3.0).view(3, -1)
+        self.seen = []
+
+
+@pytest.mark.parametrize("projects", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "num_run", "padding", "run_size", "project_size"),
+    [
+        (65, 0, 0, None, 65), (65, 1, 0, 64, 64), (65, 64, 0, 64, 64), (65, 65, 0, 65, None), (130, 65, 0, 128, 128),
+        (130, 128, 0, 128, 64), (130, 129, 0, 130, 64), (200, 40, 31, 64, 192), (200, 169, 31, 200, None), (80, 0, 80, None, None),
+        (80, 5, 74, 64, 64), (1000, 120, 3, 128, 896), (1000, 999, 0, 1000, 128),
+    ],
+)  # fmt: skip
+def test_switched(rows, num_run, padding, run_size, project_size, projects):
+    """The smallest size that holds the cohort: its rows first, in order; what is computed behind them goes nowhere."""
+    step = Decodes(rows, num_run, padding)
+    with switching(HostSwitch()):
+        found = step.result(True, projects)
+    real = slice(0, rows - padding)
+    assert torch.equal(found[real], step.expected(projects)[real])
+    assert found.isfinite().all()
+    run, skipped = ([i for i, c in enumerate(step.choice) if c == kind] for kind in (1, 0))
+    if run_size is not None:
+        taken, wide, positions, num_decode_rows, _, bound = step.seen.pop(0)
+        assert len(taken) == num_decode_rows == run_size and bound is None
+        if len(run) < rows - padding:
+            assert torch.equal(taken[: len(run)], step.hidden[run]) and torch.equal(wide[:, : len(run)], step.wide[:, run])
+            assert positions.tolist() == step.positions[run].tolist() + [-1] * (run_size - len(run))
+        else:
+            assert torch.equal(taken, step.hidden) and torch.equal(positions, step.positions)
+    if project_size is not None and projects:
+        assert torch.equal(step.seen[0][0][: len(skipped)], step.hidden[skipped]) and len(step.seen.pop(0)[0]) == project_size
+    assert not step.seen
+    assert active_switch() is None
+
+
+def test_few_rows_stay_in_place():
+    step = Decodes(MAX_ROWS_IN_PLACE, 3)
+    with switching(HostSwitch()):
+        assert torch.equal(step.result(True, True), step.expected(True))
+    assert len(step.seen[0][0]) == MAX_ROWS_IN_PLACE and step.seen[0][5] is not None
+
+
+@pytest.mark.parametrize("rows", [65, 80, 128, 129, 256, 512, 513, 1000, 1024, 4096])
+def test_sizes(rows):
+    """Few, rising, the last one all rows; the number that is picked for every count holds it, and no smaller one would."""
+    step, sizes = sizes_of(rows)
+    assert len(sizes) <= MAX_SIZES and sizes[-1] == rows and sizes == sorted(set(sizes))
+    for count in range(rows + 1):
+        number = index_of(count, rows - count, step, len(sizes) + 1)
+        assert (number == 0) == (count == 0) and (number == len(sizes) + 1) == (count == rows)
+        if 0 < count < rows:
+            assert sizes[number - 1] >= count and (number == 1 or sizes[number - 2] < count)

@@ -210,6 +210,7 @@ def _small_linear_kernel(
         if HAS_BIAS:
             result += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
         if HAS_RESIDUAL:
+            result = result.to(dtype).to(tl.float32)  # as an addition behind the product would have it
             result += tl.load(residual_ptr + t[None, :] * stride_residual + n[:, None], mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + t[None, :] * num_outputs + n[:, None], result.to(dtype), mask=mask)
 

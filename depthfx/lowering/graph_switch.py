@@ -1,0 +1,191 @@
+"""Cohorts of chosen size in a captured graph: a conditional node whose bodies are the sizes, picked on the device at each replay.
+
+A captured step cannot ask the host how many rows run. `GraphSwitch` captures, for one cohort, a body for each of a few numbers of rows and puts
+them into a SWITCH node of CUDA's conditional graph nodes (12.8 and later, one node: about 7 us beside its body on an H200); a kernel of one
+thread reads the count in front of it and sets the number of the body. What the bodies read and write lies
+outside of them; their own memory comes from a pool of this file, which all bodies of all graphs share, since they follow one another.
+
+PyTorch 2.11 has no interface for conditional nodes, so they are made by `cuda.bindings`, and the setter is compiled by NVRTC.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from depthfx.errors import BackendUnavailableError, DriverError
+from depthfx.lowering.kernel_spec import is_collecting
+
+_SETTER = rb"""
+extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
+extern "C" __global__ void pick(unsigned long long handle, const int* counts, int cohort, int step, int whole) {
+  int mine = counts[cohort], other = counts[1 - cohort];
+  cudaGraphSetConditional(handle, mine > 0 && other == 0 && whole > 0 ? whole : (mine + step - 1) / step);
+}
+"""
+MIN_DRIVER = 12080  # SWITCH nodes
+
+Body = Callable[[], None]
+
+
+class Switch(Protocol):
+    """How one of several bodies comes to run."""
+
+    def run(self, counts: torch.Tensor, cohort: int, step: int, bodies: Sequence[Body | None], whole: Body | None = None) -> None:
+        """With n = ``counts[cohort]`` ([2] int32 on the device): ``whole``, if given, where n > 0 and the other cohort is empty, else
+        ``bodies[ceil(n / step)]``. None does nothing.
+        """
+
+
+def index_of(mine: int, other: int, step: int, whole: int) -> int:
+    """The number of the body; ``whole`` is that of the one for an empty other cohort, 0: there is none. The setter's arithmetic, in Python."""
+    return whole if mine > 0 and other == 0 and whole else -(-mine // step)
+
+
+class HostSwitch:
+    """The host reads the count: for devices without graphs."""
+
+    def run(self, counts: torch.Tensor, cohort: int, step: int, bodies: Sequence[Body | None], whole: Body | None = None) -> None:
+        """As :class:`Switch` says."""
+        every, number_of_whole = _numbered(bodies, whole)
+        body = every[index_of(int(counts[cohort]), int(counts[1 - cohort]), step, number_of_whole)]
+        if body is not None:
+            body()
+
+
+class GraphSwitch:
+    """See the module's text. Outside of a capture every body runs, so that what it needs is compiled and reserved."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises :class:`BackendUnavailableError` where :func:`unavailable` names a reason."""
+        if (why := unavailable()) is not None:
+            raise BackendUnavailableError(f"cohorts of chosen size in captured graphs: {why}")
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._driver = importlib.import_module("cuda.bindings.driver")
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # PyTorch's context is there
+            (self._context,) = self._call("cuCtxGetCurrent")
+            major, minor = torch.cuda.get_device_capability(device)
+            (self._module,) = self._call("cuModuleLoadData", _compiled(f"sm_{major}{minor}"))
+            (self._setter,) = self._call("cuModuleGetFunction", self._module, b"pick")
+            self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.MemPool()
+
+    def run(self, counts: torch.Tensor, cohort: int, step: int, bodies: Sequence[Body | None], whole: Body | None = None) -> None:
+        """As :class:`Switch` says, at each replay of the graph that is being captured."""
+        every, number_of_whole = _numbered(bodies, whole)
+        if is_collecting():
+            _run_all(every)
+        elif torch.cuda.is_current_stream_capturing():
+            self._capture(counts, cohort, step, every, number_of_whole)
+        else:
+            outer = torch.cuda.current_stream(self.device)
+            self._stream.wait_stream(outer)
+            with torch.cuda.stream(self._stream):
+                _run_all(every)
+            outer.wait_stream(self._stream)
+
+    def _capture(self, counts: torch.Tensor, cohort: int, step: int, bodies: Sequence[Body | None], whole: int) -> None:
+        cu, stream = self._driver, self._driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
+        graph = self._capture_info(stream)[2]
+        (handle,) = self._call("cuGraphConditionalHandleCreate", graph, self._context, 0, 0)
+        arguments = (int(handle), counts.data_ptr(), cohort, step, whole)
+        kinds = (ctypes.c_ulonglong, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
+        self._call("cuLaunchKernel", self._setter, 1, 1, 1, 1, 1, 1, 0, stream, (arguments, kinds), 0)
+        node = cu.CUgraphNodeParams()
+        node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        node.conditional.handle, node.conditional.ctx = handle, self._context
+        node.conditional.type = cu.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_SWITCH
+        node.conditional.size = len(bodies)
+        info = self._capture_info(stream)
+        (added,) = self._call("cuGraphAddNode", graph, info[3], None, info[-1], node)
+        replace = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+        self._call("cuStreamUpdateCaptureDependencies", stream, [added], None, 1, replace)
+        for body, child in zip(bodies, node.conditional.phGraph_out, strict=True):
+            if body is not None:
+                self._capture_body(body, child)
+
+    def _capture_body(self, body: Body, graph: Any) -> None:
+        cu, stream = self._driver, self._driver.CUstream(self._stream.cuda_stream)
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self.device):
+            self._call("cuStreamBeginCaptureToGraph", stream, graph, None, None, 0, mode)
+            try:
+                body()
+            finally:
+                self._call("cuStreamEndCapture", stream)
+
+    def _capture_info(self, stream: Any) -> tuple[Any, ...]:
+        """(status, id, graph, dependencies, ..., number of dependencies) of the capture on ``stream``."""
+        return self._call("cuStreamGetCaptureInfo", stream)
+
+    def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
+        code, *results = getattr(self._driver, name)(*args)
+        if int(code) != 0:
+            raise DriverError(name, code.name, "a conditional node could not be put into a captured step")
+        return tuple(results)
+
+
+def _numbered(bodies: Sequence[Body | None], whole: Body | None) -> tuple[list[Body | None], int]:
+    """All bodies, and the number of ``whole`` among them; 0: it is None."""
+    return (list(bodies), 0) if whole is None else ([*bodies, whole], len(bodies))
+
+
+def _run_all(bodies: Sequence[Body | None]) -> None:
+    for body in bodies:
+        if body is not None:
+            body()
+
+
+def unavailable() -> str | None:
+    """Why conditional nodes cannot be made here; None if they can."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA device"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "the package cuda-bindings is missing; install depthfx[cuda]"
+    code, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()
+    if int(code) != 0 or version < MIN_DRIVER:
+        return f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}; SWITCH nodes need 12.8"
+    return None
+
+
+def _compiled(architecture: str) -> bytes:
+    """The setter's machine code."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+
+    def call(name: str, *args: Any) -> Any:
+        code, *results = getattr(nvrtc, name)(*args)
+        if int(code) != 0:
+            raise DriverError(name, code.name, "the kernel that picks a body of a conditional node could not be compiled")
+        return results[0] if results else None
+
+    program = call("nvrtcCreateProgram", _SETTER, b"pick.cu", 0, [], [])
+    call("nvrtcCompileProgram", program, 2, [f"--gpu-architecture={architecture}".encode(), b"-rdc=false"])
+    code = b" " * call("nvrtcGetCUBINSize", program)
+    call("nvrtcGetCUBIN", program, code)
+    return code
+
+
+_active: Switch | None = None
+
+
+def active_switch() -> Switch | None:
+    """The switch of captured steps that are made now; None: cohorts stay in place."""
+    return _active
+
+
+@contextmanager
+def switching(switch: Switch | None) -> Iterator[None]:
+    """Captured steps that run inside have their cohorts of many rows picked by ``switch``."""
+    global _active
+    before, _active = _active, switch
+    try:
+        yield
+    finally:
+        _active = before

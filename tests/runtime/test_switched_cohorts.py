@@ -1,0 +1,48 @@
+"""A routed step of many decodes whose cohorts have chosen sizes: its logits, routes and KV are those of cohorts that are gathered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from depthfx.lowering.graph_switch import HostSwitch, switching
+from tests.runtime.switched_cases import Case, check_same
+
+SHARES = (0.0, 0.1, 0.95, 1.0)
+
+
+class Watched(HostSwitch):
+    """Counts the bodies that were picked."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def run(self, counts, cohort, step, bodies, whole=None):
+        """As it is, and noted."""
+
+        def noted(number, body):
+            return None if body is None else lambda: (self.sizes.append(number), body())
+
+        *bodies, whole = (noted(n, body) for n, body in enumerate([*bodies, whole]))
+        super().run(counts, cohort, step, bodies, whole)
+
+
+@pytest.mark.parametrize(("family", "weights"), [("llama", "16bit"), ("gemma2", "16bit"), ("llama", "nested")])
+def test_chosen_sizes_give_what_gathered_cohorts_give(family, weights):
+    dtype, tolerance = (torch.float32, 1e-4) if weights == "16bit" else (torch.float16, 5e-3)
+    case, switch = Case(family, dtype, "cpu", weights), Watched()
+    for share in SHARES:
+        case.skip(share)
+        gathered = case.step(captured=False)
+        with switching(switch):
+            check_same(case.step(captured=True), gathered, share, tolerance)
+    # of two layers each: all run (3: in place); some run and some skip, in 64 rows (1) or in 80 (2); all skip, and none (0) runs
+    assert switch.sizes[:2] == [3, 3] and set(switch.sizes[2:-4]) == {1, 2} and switch.sizes[-4:] == [0, 2, 0, 2]
+    case.model.engine.close()
+
+
+def test_without_a_switch_cohorts_stay_in_place():
+    case = Case("llama", torch.float32, "cpu")
+    case.skip(0.5)
+    check_same(case.step(captured=True), case.step(captured=False), 0.5, 1e-4)
+    case.model.engine.close()
