@@ -19,7 +19,7 @@ from torch import nn
 
 from depthfx.lowering import ops
 from depthfx.lowering.graph_switch import Switch, active_switch
-from depthfx.lowering.kernel_spec import is_collecting
+from depthfx.lowering.host_counts import PendingCounts
 
 MAX_ROWS_IN_PLACE = 64  # the products of so few rows read weights and do little else
 MAX_SIZES = 8  # of one cohort's body in one graph
@@ -42,7 +42,7 @@ class BodyInput:
 class _Rows:
     """The rows of one cohort: all of the step in place, or those of ``index``."""
 
-    index: torch.Tensor | None  # [n] int32 or int64; None: every row of the step
+    index: torch.Tensor | None  # [n] int32; None: every row of the step
     count: int
     positions: torch.Tensor | None  # [count] int32, for attention; None: as the step's
     num_decode_rows: int
@@ -70,16 +70,16 @@ class RoutedLayer(nn.Module):
 
     def __init__(
         self, run: Callable[..., Any], run_inputs: Sequence[BodyInput], project: Callable[..., Any] | None,
-        project_inputs: Sequence[BodyInput],
+        project_inputs: Sequence[BodyInput], row: int = 0,
     ) -> None:  # fmt: skip
-        """``project`` None: nothing is added to skipped rows."""
+        """``project`` None: nothing is added to skipped rows. ``row``: this layer's in the counts for the host."""
         super().__init__()
-        self.run, self.project = run, project
+        self.run, self.project, self.row = run, project, row
         self._run_inputs, self._project_inputs = tuple(run_inputs), tuple(project_inputs)
 
     def forward(
         self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, run_positions: torch.Tensor, choice: torch.Tensor,
-        captured: bool, num_decode_rows: int, chunk_starts: torch.Tensor, *inputs: Any,
+        on_host: PendingCounts | None, captured: bool, num_decode_rows: int, chunk_starts: torch.Tensor, *inputs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """The layer's output ``[T, H]``; ``inputs`` are those of `run`, then those of `project`."""
         split = len(self._run_inputs)
@@ -88,7 +88,7 @@ class RoutedLayer(nn.Module):
             return self._switched(switch, hidden, order, counts, run_positions, chunk_starts, *given)
         if captured:
             return self._in_place(hidden, counts, run_positions, choice, num_decode_rows, chunk_starts, *given)
-        return self._gathered(hidden, order, counts, choice, num_decode_rows, chunk_starts, *given)
+        return self._gathered(hidden, order, counts, on_host, num_decode_rows, chunk_starts, *given)
 
     def _in_place(
         self, hidden: torch.Tensor, counts: torch.Tensor, run_positions: torch.Tensor, choice: torch.Tensor, num_decode_rows: int,
@@ -135,31 +135,29 @@ class RoutedLayer(nn.Module):
         return out
 
     def _gathered(
-        self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, choice: torch.Tensor, num_decode_rows: int,
+        self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, on_host: PendingCounts | None, num_decode_rows: int,
         chunk_starts: torch.Tensor, run_given: Sequence[Any], project_given: Sequence[Any],
     ) -> torch.Tensor:  # fmt: skip
         num_rows = hidden.shape[0]
-        if is_collecting():  # no kernel runs and no value is known: as if all rows were in both cohorts
+        if on_host is None:  # no kernel runs and no value is known: as if all rows were in both cohorts
             order = torch.arange(num_rows, dtype=torch.int32, device=hidden.device)
             num_run = num_project = num_rows
             first, num_decodes = 0, num_decode_rows
         else:
-            decodes = (choice[:num_decode_rows] == 1).sum(dtype=torch.int32)
-            num_run, num_project, num_decodes = torch.cat((counts, decodes[None])).tolist()
+            num_run, num_project, num_decodes = on_host.get(self.row)
             first = num_run
             if num_run == num_rows:
                 whole = _Rows(None, num_rows, None, num_decode_rows, chunk_starts, None)
                 return self._call(self.run, self._run_inputs, run_given, whole)
         out = hidden.clone()
         if num_run:
-            index = order[:num_run].long()
-            starts = torch.searchsorted(index, chunk_starts.long()).to(torch.int32) if chunk_starts.numel() else chunk_starts
+            index = order[:num_run]
+            starts = torch.searchsorted(index, chunk_starts, out_int32=True) if chunk_starts.numel() else chunk_starts
             cohort = _Rows(index, num_run, None, num_decodes, starts, None)
-            out.index_copy_(0, index, self._call(self.run, self._run_inputs, run_given, cohort))
+            ops.scatter_rows(out, self._call(self.run, self._run_inputs, run_given, cohort), order, counts, RUN)
         if num_project and self.project is not None:
-            index = order[first : first + num_project].long()
-            cohort = _Rows(index, num_project, None, 0, chunk_starts, None)
-            out.index_copy_(0, index, self._call(self.project, self._project_inputs, project_given, cohort))
+            cohort = _Rows(order[first : first + num_project], num_project, None, 0, chunk_starts, None)
+            ops.scatter_rows(out, self._call(self.project, self._project_inputs, project_given, cohort), order, counts, PROJECT)
         return out
 
     @staticmethod

@@ -16,9 +16,11 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from depthfx.errors import GraphError
 from depthfx.lowering import ops
+from depthfx.lowering.host_counts import HostCounts
 from depthfx.lowering.routed_layer import BodyInput, RoutedLayer
 from depthfx.passes.context import PassContext, call, refresh_values, value_of
 from depthfx.passes.match import is_append
+from depthfx.passes.order_decisions import CHOICE, choice_of, partition_of
 
 # Step inputs of attention that a cohort has of its own, beside those that are gathered.
 _OWN = ("positions", "num_decode_rows", "chunk_starts")
@@ -37,18 +39,50 @@ def outline_cohorts(gm: fx.GraphModule, ctx: PassContext, finish: Callable[[fx.G
     merges = [n for n in gm.graph.nodes if n.target is ops.SELECT_ROWS]
     appends = [n for n in gm.graph.nodes if is_append(n)]
     done: set[fx.Node] = set()  # what all rows need, up to the layer at hand
+    decisions = _Decisions(gm, ctx, inputs)
     for place, merge in enumerate(merges):
-        run, spare, hidden, choice = merge.args
-        assert isinstance(choice, fx.Node)
-        partition = choice.args[0]
+        run, spare, hidden, _ = merge.args
+        choice = choice_of(merge)
         mine = [a for a in appends if a < merge and a not in done]
-        _closure([hidden, partition, choice, *mine], done)
+        _closure([hidden, choice, *mine], done)
         bodies = [_outline(gm, ctx, run, done), None if spare is hidden else _outline(gm, ctx, spare, done)]
-        _replace(gm, ctx, merge, f"routed_{place}", bodies, inputs, partition, finish)
+        _replace(gm, merge, f"routed_{place}", bodies, inputs, decisions.of(merge), finish)
         done.add(merge)
     if merges:
         gm.graph.lint()
         gm.recompile()
+
+
+class _Decisions:
+    """What `partition_rows` yields for each layer, and its counts on their way to the host."""
+
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext, inputs: dict[str, fx.Node]) -> None:
+        self._gm, self._ctx, self._inputs = gm, ctx, inputs
+        self._parts: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by partition: its four results and `HostCounts`
+
+    def of(self, merge: fx.Node) -> tuple[list[fx.Node], int]:
+        """``([order, counts, run_positions, choice, counts for the host], row of the layer in the last one)``."""
+        partition, row = partition_of(choice_of(merge))
+        if partition not in self._parts:
+            self._parts[partition] = self._behind(partition, row is not None)
+        parts, on_host = self._parts[partition]
+        if row is None:
+            return [*parts, on_host], 0
+        with self._gm.graph.inserting_before(merge):
+            mine = [call(self._gm.graph, self._ctx, partition, operator.getitem, part, row) for part in parts]
+        return [*mine, on_host], row
+
+    def _behind(self, partition: fx.Node, several: bool) -> tuple[list[fx.Node], fx.Node]:
+        """The results of ``partition``, in lists of layers for ``several``, right behind it."""
+        graph, ctx = self._gm.graph, self._ctx
+        with graph.inserting_before(partition.next):
+            parts = [call(graph, ctx, partition, operator.getitem, partition, i) for i in range(4)]
+            if "host_counts" not in dict(self._gm.named_children()):
+                self._gm.add_submodule("host_counts", HostCounts())
+            on_host = graph.call_module("host_counts", (parts[1], parts[CHOICE], self._inputs["captured"], self._inputs["num_decode_rows"]))
+            if several:
+                parts = [call(graph, ctx, partition, torch.unbind, part) for part in parts]
+        return parts, on_host
 
 
 def _closure(ends: Iterable[Any], found: set[fx.Node]) -> None:
@@ -124,8 +158,8 @@ def _taken(node: fx.Node, ctx: PassContext) -> BodyInput:
 
 
 def _replace(
-    gm: fx.GraphModule, ctx: PassContext, merge: fx.Node, name: str, bodies: list[Body | None], inputs: dict[str, fx.Node],
-    partition: Any, finish: Callable[[fx.GraphModule], None],
+    gm: fx.GraphModule, merge: fx.Node, name: str, bodies: list[Body | None], inputs: dict[str, fx.Node],
+    decision: tuple[list[fx.Node], int], finish: Callable[[fx.GraphModule], None],
 ) -> None:  # fmt: skip
     hidden = merge.args[2]
     modules: list[Any] = []
@@ -139,18 +173,16 @@ def _replace(
         if module is not None:
             finish(module)
     run, project = modules
-    gm.add_submodule(name, RoutedLayer(run, specs[0], project, specs[1]))
+    parts, row = decision
+    gm.add_submodule(name, RoutedLayer(run, specs[0], project, specs[1], row))
     own = [inputs[n] for n in ("captured", "num_decode_rows", "chunk_starts")]
     with gm.graph.inserting_before(merge):
-        items = [call(gm.graph, ctx, merge, operator.getitem, partition, i) for i in range(4)]
-        node = gm.graph.call_module(name, (hidden, *items, *own, *given))
+        node = gm.graph.call_module(name, (hidden, *parts, *own, *given))
     node.meta.update(merge.meta)
     choice = merge.args[3]
     merge.replace_all_uses_with(node)
-    pending = [a for a in merge.args[:2] if isinstance(a, fx.Node)]
+    pending = [a for a in (*merge.args[:2], choice) if isinstance(a, fx.Node)]
     gm.graph.erase_node(merge)
-    if isinstance(choice, fx.Node) and not choice.users:
-        gm.graph.erase_node(choice)
     while pending:  # the bodies' nodes, whose ops of depthfx count as impure
         dead = pending.pop()
         if dead.op not in _GIVEN and not dead.users and not dead._erased and dead is not hidden:

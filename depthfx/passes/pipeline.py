@@ -22,6 +22,7 @@ from depthfx.passes.form_cohorts import form_cohorts
 from depthfx.passes.fuse_linears import fuse_linears
 from depthfx.passes.fuse_norms import fuse_norms
 from depthfx.passes.fuse_rotary import fuse_rotary
+from depthfx.passes.order_decisions import order_decisions
 from depthfx.passes.outline_cohorts import outline_cohorts
 from depthfx.passes.program_key import program_key
 from depthfx.passes.program_store import load_program, program_file, save_program
@@ -55,6 +56,7 @@ PASSES: tuple[Pass, ...] = (
     use_linear_add,
     drop_batch_dim,
     tabulate_positions,
+    order_decisions,
 )
 # Passes that only make the graph faster; `Settings.fuse=False` leaves them out.
 FUSIONS = frozenset({fuse_linears, fuse_rotary, fuse_norms, use_gated_linear, use_linear, use_linear_add, tabulate_positions})

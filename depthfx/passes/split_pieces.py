@@ -13,7 +13,7 @@ from depthfx.passes.match import is_op
 from depthfx.passes.print_graph import print_graph
 
 # Ops that move no data worth compiling; they join whatever stands around them.
-_FREE = ("squeeze", "unsqueeze", "transpose", "view", "reshape", "contiguous", "getitem", "sym_size", "sym_size.int")
+_FREE = ("squeeze", "unsqueeze", "transpose", "view", "reshape", "contiguous", "getitem", "unbind", "sym_size", "sym_size.int")
 
 # Ops that only look rows up or convert them: they start a run with others, but alone they are not worth compiling.
 _LOOKUPS = ("clamp", "to", "embedding", "index_select")

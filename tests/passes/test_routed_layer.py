@@ -9,6 +9,7 @@ import torch
 
 from depthfx.lowering import ops
 from depthfx.lowering.graph_switch import HostSwitch, active_switch, index_of, switching
+from depthfx.lowering.host_counts import HostCounts
 from depthfx.lowering.routed_layer import MAX_ROWS_IN_PLACE, MAX_SIZES, BodyInput, RoutedLayer, sizes_of
 
 RUN_INPUTS = [
@@ -59,7 +60,8 @@ class Step:
         layer = RoutedLayer(self.run, RUN_INPUTS, self.project if projects else None, PROJECT_INPUTS if projects else [])
         given = [self.hidden, self.wide, "whole", None, self.positions, None, None, None]
         given += [self.hidden, None, None] if projects else []
-        return layer(self.hidden, *partition, captured, self.num_decode_rows, self.chunk_starts, *given)
+        on_host = HostCounts()(partition[1], partition[3], captured, self.num_decode_rows)
+        return layer(self.hidden, *partition, on_host, captured, self.num_decode_rows, self.chunk_starts, *given)
 
     def expected(self, projects: bool) -> torch.Tensor:
         """Row by row."""

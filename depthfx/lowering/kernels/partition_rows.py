@@ -5,11 +5,14 @@
 two; ``run_positions[t]`` is ``positions[t]`` of a RUN row and -1 of any other, so attention reads no key for it. Row ``place`` of
 ``tape`` [places, capacity >= T] int8 gets ``choice``, and of a forced row 3 where its action is not 0, else 2: what would have been
 decided is seen there without any effect. Its columns from T on stay. All others are int32; T < 32768.
+Decisions of several layers, ``actions`` [P, T], give [P, T] and [P, 2], and fill the tape from row ``place`` on.
 Example: actions = [0, 1, 0, 1], forced = [0, 0, 1, 0], positions = [7, 3, 9, -1]: order = [1, 2, 0, 3], counts = [2, 1],
 run_positions = [-1, 3, 9, -1], choice = [0, 1, 1, -1] and on the tape [0, 1, 2, -1].
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -46,9 +49,15 @@ def _partition_rows_kernel(
     actions_ptr, forced_ptr, positions_ptr, tape_ptr, order_ptr, counts_ptr, run_positions_ptr, choice_ptr,
     num_rows, place, stride_tape, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for all rows, BLOCK at a time: first the counts, which say where a cohort begins, then each row's place in its own."""
+    """One program for all rows of a layer, BLOCK at a time: first the counts, which say where a cohort begins, then each row's place in its own."""
     at = tl.arange(0, BLOCK)
-    tape_row = tape_ptr + place.to(tl.int64) * stride_tape
+    layer = tl.program_id(0)
+    tape_row = tape_ptr + (place + layer).to(tl.int64) * stride_tape
+    actions_ptr += layer * num_rows
+    order_ptr += layer * num_rows
+    counts_ptr += 2 * layer
+    run_positions_ptr += layer * num_rows
+    choice_ptr += layer * num_rows
     pdl_release(PDL)
     pdl_wait(PDL)
     choice, position, noted = _choose(actions_ptr, forced_ptr, positions_ptr, at, num_rows)
@@ -80,18 +89,23 @@ def _partition_rows_kernel(
 
 
 def _check(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tensor, tape: torch.Tensor, place: int) -> None:
-    num_rows = actions.shape[0]
-    if actions.dim() != 1 or actions.is_floating_point() or forced.shape != actions.shape or positions.shape != actions.shape:
+    num_rows, num_layers = actions.shape[-1] if actions.dim() else 0, actions.shape[0] if actions.dim() == 2 else 1
+    if (
+        actions.dim() not in (1, 2)
+        or actions.is_floating_point()
+        or forced.shape != actions.shape[-1:]
+        or positions.shape != actions.shape[-1:]
+    ):
         raise ValueError(
             f"actions are {actions.dtype} {list(actions.shape)}, forced {list(forced.shape)}, positions {list(positions.shape)}; all must be "
-            "[T], actions bool or integer; compare a router's output with its threshold first"
+            "[T], actions [P, T] for several layers, bool or integer; compare a router's output with its threshold first"
         )
     if num_rows > MAX_ROWS:
         raise ValueError(f"{num_rows} rows are too many for one partition; at most {MAX_ROWS} are allowed; lower max_batch_tokens")
-    if tape.dim() != 2 or tape.dtype is not torch.int8 or tape.shape[1] < num_rows or not 0 <= place < tape.shape[0]:
+    if tape.dim() != 2 or tape.dtype is not torch.int8 or tape.shape[1] < num_rows or not 0 <= place <= tape.shape[0] - num_layers:
         raise ValueError(
-            f"tape is {tape.dtype} {list(tape.shape)} for place {place} and {num_rows} rows; it must be int8 [places, capacity] with a row "
-            "for each routed layer and a column for each row of the largest step"
+            f"tape is {tape.dtype} {list(tape.shape)} for place {place}, {num_layers} layers, {num_rows} rows; it must be int8 [places, capacity] with "
+            "a row for each routed layer and a column for each row of the largest step"
         )
 
 
@@ -102,10 +116,10 @@ def reference(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tens
     """Plain PyTorch."""
     _check(actions, forced, positions, tape, place)
     choice = torch.where(positions < 0, -1, ((actions != 0) | (forced != 0)).to(torch.int32)).to(torch.int32)
-    order = torch.argsort(choice, descending=True, stable=True).to(torch.int32)
-    counts = torch.stack(((choice == 1).sum(), (choice == 0).sum())).to(torch.int32)
+    order = torch.argsort(choice, dim=-1, descending=True, stable=True).to(torch.int32)
+    counts = torch.stack(((choice == 1).sum(-1), (choice == 0).sum(-1)), dim=-1).to(torch.int32)
     noted = torch.where(positions < 0, -1, (actions != 0).to(torch.int32) + 2 * (forced != 0))
-    tape[place, : choice.shape[0]] = noted.to(torch.int8)
+    tape[place : place + (len(actions) if actions.dim() == 2 else 1), : choice.shape[-1]] = noted.to(torch.int8)
     return order, counts, torch.where(choice == 1, positions, -1).to(torch.int32), choice
 
 
@@ -114,11 +128,11 @@ def launch(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tensor,
     actions, forced, positions = inner_contiguous(actions), inner_contiguous(forced), inner_contiguous(positions)
     if tape.stride(1) != 1:
         raise ValueError(f"tape has strides {tape.stride()}; the rows of a layer must be contiguous; make it with torch.zeros")
-    num_rows = actions.shape[0]
-    order, run_positions, choice = (torch.empty((num_rows,), dtype=torch.int32, device=actions.device) for _ in range(3))
-    counts = torch.empty((2,), dtype=torch.int32, device=actions.device)
+    *layers, num_rows = actions.shape
+    order, run_positions, choice = (torch.empty(actions.shape, dtype=torch.int32, device=actions.device) for _ in range(3))
+    counts = torch.empty((*layers, 2), dtype=torch.int32, device=actions.device)
     block = min(MAX_BLOCK, max(32, triton.next_power_of_2(num_rows)))
-    _partition_rows_kernel[(1,)](
+    _partition_rows_kernel[(math.prod(layers),)](
         actions, forced, positions, tape, order, counts, run_positions, choice, num_rows, place, tape.stride(0),
         BLOCK=block, ONE_BLOCK=num_rows <= block, num_warps=max(1, block // 128), **pdl_options(),
     )  # fmt: skip
@@ -126,24 +140,26 @@ def launch(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tensor,
 
 
 def fake(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tensor, tape: torch.Tensor, place: int) -> Result:
-    rows = (actions.shape[0],)
-    order, run_positions, choice = (actions.new_empty(rows, dtype=torch.int32) for _ in range(3))
-    return order, actions.new_empty((2,), dtype=torch.int32), run_positions, choice
+    order, run_positions, choice = (actions.new_empty(actions.shape, dtype=torch.int32) for _ in range(3))
+    return order, actions.new_empty((*actions.shape[:-1], 2), dtype=torch.int32), run_positions, choice
 
 
-def _case(rows: int, run: float, forced: float = 0.0, padding: float = 0.0, extra: int = 0, dtype: torch.dtype = torch.bool) -> Case:
+def _case(
+    rows: int, run: float, forced: float = 0.0, padding: float = 0.0, extra: int = 0, dtype: torch.dtype = torch.bool,
+    layers: tuple[int, ...] = (),
+) -> Case:  # fmt: skip
     """``run``, ``forced`` and ``padding`` are shares of the rows, drawn one by one; ``extra``: columns of the tape behind T."""
 
     def make(g: torch.Generator, _dtype: torch.dtype) -> tuple:
-        actions = (torch.rand(rows, generator=g) < run).to(dtype)
+        actions = (torch.rand(*layers, rows, generator=g) < run).to(dtype)
         if dtype is not torch.bool:
-            actions *= torch.randint(1, 1000, (rows,), generator=g).to(dtype)
+            actions *= torch.randint(1, 1000, (*layers, rows), generator=g).to(dtype)
         positions = torch.randint(0, 100_000, (rows,), generator=g, dtype=torch.int32)
         positions[torch.rand(rows, generator=g) < padding] = -1
         tape = torch.randint(-1, 2, (3, rows + extra), generator=g).to(torch.int8)
         return actions, (torch.rand(rows, generator=g) < forced).to(torch.int32), positions, tape, 1
 
-    label = f"{rows}rows-run{run:g}-forced{forced:g}-padding{padding:g}-{str(dtype)[6:]}"
+    label = f"{'x'.join(map(str, (*layers, rows)))}rows-run{run:g}-forced{forced:g}-padding{padding:g}-{str(dtype)[6:]}"
     return Case(label, make, COPY_TOLERANCE, COPY_REASON)
 
 
@@ -168,6 +184,8 @@ register_kernel(
             _case(1024, 0.6, padding=0.05),
             _case(1025, 0.5, forced=0.1, padding=0.1, extra=1),
             _case(8192, 0.7, forced=0.01, padding=0.02, dtype=torch.int32),
+            _case(70, 0.6, forced=0.1, padding=0.1, extra=2, layers=(2,)),
+            _case(1030, 0.3, padding=0.02, extra=1, dtype=torch.int32, layers=(2,)),
         ),
     )
 )
