@@ -19,8 +19,8 @@ import torch
 from depth import timed
 
 from depthfx.lowering import ops
-from depthfx.lowering.graph_switch import GraphSwitch, HostSwitch, Switch
-from depthfx.lowering.routed_layer import MAX_ROWS_IN_PLACE, RUN, sizes_of
+from depthfx.lowering.announce import MAX_ROWS_IN_PLACE, RUN, sizes_of
+from depthfx.lowering.graph_switch import Choice, GraphSwitch, HostSwitch, Switch
 
 SHAPES = {"q, o": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336), "k, v": (2048, 4096)}  # outputs, inputs
 COUNTS = [(256, 16), (256, 100), (256, 128), (256, 250), (32, 10)]  # rows of the step, rows that run
@@ -56,7 +56,8 @@ class Cohort:
                 self.out = ops.LINEAR(self.x, weight, None, self.counts[:1])
             return
         step, sizes = sizes_of(self.rows)
-        switch.run(self.counts, RUN, step, [None, *(partial(self.body, size, first) for size in sizes)])
+        (choice,) = switch.choose([Choice(self.counts, RUN, step)])
+        switch.run(choice, [None, *(partial(self.body, size, first) for size in sizes)])
 
     def peer(self, first: int) -> torch.Tensor:
         """Four products of the packed rows."""

@@ -27,7 +27,9 @@ import torch
 from dial import Dial
 
 import depthfx
+from depthfx.lowering import ops
 from depthfx.records import Chunk, SamplingParams, StepPlan
+from depthfx.runtime.graphs import greedy
 from depthfx.skippers import make_skipper
 
 PARTS = ("steps", "one", "big", "rows", "prefill", "map")
@@ -35,7 +37,7 @@ COLUMNS = {
     "steps": ["batch", "context", "dense ms", "routed ms", "overhead %"],
     "one": ["skipped layers", "dense ms", "routed ms", "saved %"],
     "big": ["batch", "context", "dense ms", "routed ms", "saved %", "ideal %", "of ideal %"],
-    "rows": ["batch", "context", "all run ms", "all skip ms", "run us a layer", "skip us a layer", "skip/run %"],
+    "rows": ["batch", "context", "head ms", "all run ms", "all skip ms", "run us a layer", "skip us a layer", "skip/run %"],
     "map": ["tokens", "skipped %", "digest"],
     "prefill": ["tokens", "dense ms", "routed ms", "nothing skipped ms", "saved %", "ideal %", "of ideal %"],
 }
@@ -82,6 +84,24 @@ class Bench:
             uploaded = runner.staging.upload(plan, graph.bucket if graph else None, routed)
             once = graph.replay if graph else lambda: runner.forward(uploaded, -1, routed)
             return timed(once, self.device)
+
+    def head_ms(self, batch: int) -> float:
+        """Median of the product and the choice that end a decode step of ``batch`` rows."""
+        hidden = torch.randn(batch, self.config.hidden_size, device=self.device).to(self.model.dtype)
+        weight = self.model.lm_head.weight
+
+        def once() -> torch.Tensor:
+            return greedy(ops.LINEAR(hidden, weight, None))
+
+        with torch.inference_mode():
+            once()
+            if self.device.type == "cpu":
+                return timed(once, self.device)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                once()
+            return timed(graph.replay, self.device)
 
     def prefill_ms(self, tokens: int, routed: bool) -> float:
         """Median of a prefill step of one prompt."""
@@ -174,7 +194,7 @@ def big(bench: Bench, args: argparse.Namespace) -> Rows_:
 
 
 def rows_cost(bench: Bench, args: argparse.Namespace) -> Rows_:
-    """All rows run, all rows skip; the other layers are half of a dense step."""
+    """All rows run, all rows skip; the other layers are half of a dense step without its head."""
     found = []
     for batch, context in ((max(args.batches), args.context), (args.big_batch, args.big_context)):
         dense = bench.decode_ms(batch, context, False)
@@ -182,9 +202,10 @@ def rows_cost(bench: Bench, args: argparse.Namespace) -> Rows_:
         run = bench.decode_ms(batch, context, True)
         bench.skip(1, 1)
         skip = bench.decode_ms(batch, context, True)
-        other = dense * (bench.num_layers - bench.places) / bench.num_layers  # the head counts as little
+        head = bench.head_ms(batch)
+        other = head + (dense - head) * (bench.num_layers - bench.places) / bench.num_layers
         each_run, each_skip = (1e3 * (t - other) / bench.places for t in (run, skip))
-        found.append({"batch": batch, "context": context, "all run ms": run, "all skip ms": skip, "run us a layer": each_run,
+        found.append({"batch": batch, "context": context, "head ms": head, "all run ms": run, "all skip ms": skip, "run us a layer": each_run,
                       "skip us a layer": each_skip, "skip/run %": 100 * each_skip / each_run})  # fmt: skip
     return found
 

@@ -1,8 +1,8 @@
 """Cohorts of chosen size in a captured graph: a conditional node whose bodies are the sizes, picked on the device at each replay.
 
 A captured step cannot ask the host how many rows run. `GraphSwitch` captures, for one cohort, a body for each of a few numbers of rows and puts
-them into a SWITCH node of CUDA's conditional graph nodes (12.8 and later, one node: about 7 us beside its body on an H200); a kernel of one
-thread reads the count in front of it and sets the number of the body. What the bodies read and write lies
+them into a SWITCH node of CUDA's conditional graph nodes (12.8 and later, one node: about 7 us beside its body on an H200); a small
+kernel reads the counts in front of it and sets the number of the body. What the bodies read and write lies
 outside of them; their own memory comes from a pool of this file, which all bodies of all graphs share, since they follow one another.
 
 PyTorch 2.11 has no interface for conditional nodes, so they are made by `cuda.bindings`, and the setter is compiled by NVRTC.
@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,37 +25,66 @@ from depthfx.lowering.kernel_spec import is_collecting
 
 _SETTER = rb"""
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
-extern "C" __global__ void pick(unsigned long long handle, const int* counts, int cohort, int step, int whole) {
-  int mine = counts[cohort], other = counts[1 - cohort];
-  cudaGraphSetConditional(handle, mine > 0 && other == 0 && whole > 0 ? whole : (mine + step - 1) / step);
+struct Choice { unsigned long long handle; const int* counts; int cohort, step, whole, unused; };
+struct Choices { Choice at[64]; };
+extern "C" __global__ void pick(Choices choices) {
+  Choice c = choices.at[threadIdx.x];
+  int mine = c.counts[c.cohort], other = c.counts[1 - c.cohort];
+  cudaGraphSetConditional(c.handle, mine > 0 && other == 0 && c.whole > 0 ? c.whole : (mine + c.step - 1) / c.step);
 }
 """
+_MOST = 64  # choices of one launch: they are the kernel's argument
 MIN_DRIVER = 12080  # SWITCH nodes
 
 Body = Callable[[], None]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which of several bodies runs: with n = ``counts[cohort]``, number ``whole`` where n > 0 and the other cohort is empty, else
+    number ``ceil(n / step)``."""
+
+    counts: torch.Tensor  # [2] int32 on the device
+    cohort: int
+    step: int
+    whole: int = 0  # 0: there is no such body
+    handle: Any = None  # of the conditional node, in a capture
+
+    def now(self) -> int:
+        """The number, read by the host; the setter's arithmetic, in Python."""
+        mine, other = int(self.counts[self.cohort]), int(self.counts[1 - self.cohort])
+        return self.whole if mine > 0 and other == 0 and self.whole else -(-mine // self.step)
+
+
+class _Entry(ctypes.Structure):
+    """`Choice` of the setter."""
+
+    _fields_ = (
+        ("handle", ctypes.c_ulonglong), ("counts", ctypes.c_void_p), ("cohort", ctypes.c_int), ("step", ctypes.c_int), ("whole", ctypes.c_int),
+        ("unused", ctypes.c_int),
+    )  # fmt: skip
+
+
 class Switch(Protocol):
     """How one of several bodies comes to run."""
 
-    def run(self, counts: torch.Tensor, cohort: int, step: int, bodies: Sequence[Body | None], whole: Body | None = None) -> None:
-        """With n = ``counts[cohort]`` ([2] int32 on the device): ``whole``, if given, where n > 0 and the other cohort is empty, else
-        ``bodies[ceil(n / step)]``. None does nothing.
-        """
+    def choose(self, choices: Sequence[Choice]) -> list[Choice]:
+        """``choices``, to be made when the step gets here; each is handed to :meth:`run` once."""
 
-
-def index_of(mine: int, other: int, step: int, whole: int) -> int:
-    """The number of the body; ``whole`` is that of the one for an empty other cohort, 0: there is none. The setter's arithmetic, in Python."""
-    return whole if mine > 0 and other == 0 and whole else -(-mine // step)
+    def run(self, choice: Choice, bodies: Sequence[Body | None]) -> None:
+        """Run the chosen body; None does nothing."""
 
 
 class HostSwitch:
     """The host reads the count: for devices without graphs."""
 
-    def run(self, counts: torch.Tensor, cohort: int, step: int, bodies: Sequence[Body | None], whole: Body | None = None) -> None:
+    def choose(self, choices: Sequence[Choice]) -> list[Choice]:
+        """They are made in :meth:`run`."""
+        return list(choices)
+
+    def run(self, choice: Choice, bodies: Sequence[Body | None]) -> None:
         """As :class:`Switch` says."""
-        every, number_of_whole = _numbered(bodies, whole)
-        body = every[index_of(int(counts[cohort]), int(counts[1 - cohort]), step, number_of_whole)]
+        body = bodies[choice.now()]
         if body is not None:
             body()
 
@@ -77,34 +107,42 @@ class GraphSwitch:
             self._stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.MemPool()
 
-    def run(self, counts: torch.Tensor, cohort: int, step: int, bodies: Sequence[Body | None], whole: Body | None = None) -> None:
+    def choose(self, choices: Sequence[Choice]) -> list[Choice]:
+        """One small kernel for all of them, at each replay."""
+        if is_collecting() or not torch.cuda.is_current_stream_capturing():
+            return list(choices)
+        stream = self._driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
+        graph = self._capture_info(stream)[2]
+        made = [replace(c, handle=self._call("cuGraphConditionalHandleCreate", graph, self._context, 0, 0)[0]) for c in choices]
+        for first in range(0, len(made), _MOST):
+            some = made[first : first + _MOST]
+            entries = (_Entry * _MOST)(*(_Entry(int(c.handle), c.counts.data_ptr(), c.cohort, c.step, c.whole) for c in some))
+            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(entries))
+            self._call("cuLaunchKernel", self._setter, 1, 1, 1, len(some), 1, 1, 0, stream, ctypes.addressof(arguments), 0)
+        return made
+
+    def run(self, choice: Choice, bodies: Sequence[Body | None]) -> None:
         """As :class:`Switch` says, at each replay of the graph that is being captured."""
-        every, number_of_whole = _numbered(bodies, whole)
         if is_collecting():
-            _run_all(every)
+            _run_all(bodies)
         elif torch.cuda.is_current_stream_capturing():
-            self._capture(counts, cohort, step, every, number_of_whole)
+            self._capture(choice.handle, bodies)
         else:
             outer = torch.cuda.current_stream(self.device)
             self._stream.wait_stream(outer)
             with torch.cuda.stream(self._stream):
-                _run_all(every)
+                _run_all(bodies)
             outer.wait_stream(self._stream)
 
-    def _capture(self, counts: torch.Tensor, cohort: int, step: int, bodies: Sequence[Body | None], whole: int) -> None:
+    def _capture(self, handle: Any, bodies: Sequence[Body | None]) -> None:
         cu, stream = self._driver, self._driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
-        graph = self._capture_info(stream)[2]
-        (handle,) = self._call("cuGraphConditionalHandleCreate", graph, self._context, 0, 0)
-        arguments = (int(handle), counts.data_ptr(), cohort, step, whole)
-        kinds = (ctypes.c_ulonglong, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
-        self._call("cuLaunchKernel", self._setter, 1, 1, 1, 1, 1, 1, 0, stream, (arguments, kinds), 0)
         node = cu.CUgraphNodeParams()
         node.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         node.conditional.handle, node.conditional.ctx = handle, self._context
         node.conditional.type = cu.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_SWITCH
         node.conditional.size = len(bodies)
         info = self._capture_info(stream)
-        (added,) = self._call("cuGraphAddNode", graph, info[3], None, info[-1], node)
+        (added,) = self._call("cuGraphAddNode", info[2], info[3], None, info[-1], node)
         replace = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         self._call("cuStreamUpdateCaptureDependencies", stream, [added], None, 1, replace)
         for body, child in zip(bodies, node.conditional.phGraph_out, strict=True):
@@ -130,11 +168,6 @@ class GraphSwitch:
         if int(code) != 0:
             raise DriverError(name, code.name, "a conditional node could not be put into a captured step")
         return tuple(results)
-
-
-def _numbered(bodies: Sequence[Body | None], whole: Body | None) -> tuple[list[Body | None], int]:
-    """All bodies, and the number of ``whole`` among them; 0: it is None."""
-    return (list(bodies), 0) if whole is None else ([*bodies, whole], len(bodies))
 
 
 def _run_all(bodies: Sequence[Body | None]) -> None:

@@ -18,12 +18,8 @@ import torch
 from torch import nn
 
 from depthfx.lowering import ops
-from depthfx.lowering.graph_switch import Switch, active_switch
-from depthfx.lowering.host_counts import PendingCounts
-
-MAX_ROWS_IN_PLACE = 64  # the products of so few rows read weights and do little else
-MAX_SIZES = 8  # of one cohort's body in one graph
-RUN, PROJECT = 0, 1  # places in the counts
+from depthfx.lowering.announce import PROJECT, RUN, PendingCounts, Switched, sizes_of
+from depthfx.lowering.graph_switch import Choice, active_switch
 
 # How an input of a body follows from the cohort: as it is, rows along `dim`, the number of rows, or one of the inputs of attention.
 # Rows are contiguous, gathered or not.
@@ -72,23 +68,23 @@ class RoutedLayer(nn.Module):
         self, run: Callable[..., Any], run_inputs: Sequence[BodyInput], project: Callable[..., Any] | None,
         project_inputs: Sequence[BodyInput], row: int = 0,
     ) -> None:  # fmt: skip
-        """``project`` None: nothing is added to skipped rows. ``row``: this layer's in the counts for the host."""
+        """``project`` None: nothing is added to skipped rows. ``row``: this layer's in what was announced."""
         super().__init__()
         self.run, self.project, self.row = run, project, row
         self._run_inputs, self._project_inputs = tuple(run_inputs), tuple(project_inputs)
 
     def forward(
         self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, run_positions: torch.Tensor, choice: torch.Tensor,
-        on_host: PendingCounts | None, captured: bool, num_decode_rows: int, chunk_starts: torch.Tensor, *inputs: Any,
+        announced: PendingCounts | Switched | None, captured: bool, num_decode_rows: int, chunk_starts: torch.Tensor, *inputs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """The layer's output ``[T, H]``; ``inputs`` are those of `run`, then those of `project`."""
         split = len(self._run_inputs)
         given = inputs[:split], inputs[split:]
-        if captured and (switch := active_switch()) is not None and hidden.shape[0] > MAX_ROWS_IN_PLACE:
-            return self._switched(switch, hidden, order, counts, run_positions, chunk_starts, *given)
+        if isinstance(announced, list):
+            return self._switched(announced[self.row], hidden, order, counts, run_positions, chunk_starts, *given)
         if captured:
             return self._in_place(hidden, counts, run_positions, choice, num_decode_rows, chunk_starts, *given)
-        return self._gathered(hidden, order, counts, on_host, num_decode_rows, chunk_starts, *given)
+        return self._gathered(hidden, order, counts, announced, num_decode_rows, chunk_starts, *given)
 
     def _in_place(
         self, hidden: torch.Tensor, counts: torch.Tensor, run_positions: torch.Tensor, choice: torch.Tensor, num_decode_rows: int,
@@ -104,12 +100,14 @@ class RoutedLayer(nn.Module):
         return ops.select_rows(out, spare, hidden, choice)
 
     def _switched(
-        self, switch: Switch, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, run_positions: torch.Tensor,
-        chunk_starts: torch.Tensor, run_given: Sequence[Any], project_given: Sequence[Any],
+        self, choices: tuple[Choice, Choice | None], hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor,
+        run_positions: torch.Tensor, chunk_starts: torch.Tensor, run_given: Sequence[Any], project_given: Sequence[Any],
     ) -> torch.Tensor:  # fmt: skip
         """For steps of decodes alone."""
-        num_rows, out = hidden.shape[0], torch.empty_like(hidden)
-        step, sizes = sizes_of(num_rows)
+        num_rows, out, switch = hidden.shape[0], torch.empty_like(hidden), active_switch()
+        _, sizes = sizes_of(num_rows)
+        run_choice, project_choice = choices
+        assert switch is not None
 
         def run_none() -> None:
             out.copy_(hidden)
@@ -129,22 +127,22 @@ class RoutedLayer(nn.Module):
             assert self.project is not None
             ops.scatter_rows(out, self._call(self.project, self._project_inputs, project_given, cohort), order, counts, PROJECT)
 
-        switch.run(counts, RUN, step, [run_none, *(partial(run_some, size) for size in sizes)], run_all)
-        if self.project is not None:
-            switch.run(counts, PROJECT, step, [None, *(partial(project_some, size) for size in sizes)])
+        switch.run(run_choice, [run_none, *(partial(run_some, size) for size in sizes), run_all])
+        if project_choice is not None:
+            switch.run(project_choice, [None, *(partial(project_some, size) for size in sizes)])
         return out
 
     def _gathered(
-        self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, on_host: PendingCounts | None, num_decode_rows: int,
+        self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, pending: PendingCounts | None, num_decode_rows: int,
         chunk_starts: torch.Tensor, run_given: Sequence[Any], project_given: Sequence[Any],
     ) -> torch.Tensor:  # fmt: skip
         num_rows = hidden.shape[0]
-        if on_host is None:  # no kernel runs and no value is known: as if all rows were in both cohorts
+        if pending is None:  # no kernel runs and no value is known: as if all rows were in both cohorts
             order = torch.arange(num_rows, dtype=torch.int32, device=hidden.device)
             num_run = num_project = num_rows
             first, num_decodes = 0, num_decode_rows
         else:
-            num_run, num_project, num_decodes = on_host.get(self.row)
+            num_run, num_project, num_decodes = pending.get(self.row)
             first = num_run
             if num_run == num_rows:
                 whole = _Rows(None, num_rows, None, num_decode_rows, chunk_starts, None)
@@ -164,9 +162,3 @@ class RoutedLayer(nn.Module):
     def _call(body: Callable[..., Any], specs: Sequence[BodyInput], given: Sequence[Any], cohort: _Rows) -> torch.Tensor:
         result: torch.Tensor = body(*(cohort.take(value, spec) for value, spec in zip(given, specs, strict=True)))
         return result
-
-
-def sizes_of(num_rows: int) -> tuple[int, list[int]]:
-    """``(step, sizes)`` in rows that the bodies of a switched cohort have: steps of 64 up to ``num_rows``, wider ones above 512."""
-    step = MAX_ROWS_IN_PLACE * -(-num_rows // (MAX_ROWS_IN_PLACE * MAX_SIZES))
-    return step, [*range(step, num_rows, step), num_rows]

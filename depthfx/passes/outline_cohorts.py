@@ -16,7 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from depthfx.errors import GraphError
 from depthfx.lowering import ops
-from depthfx.lowering.host_counts import HostCounts
+from depthfx.lowering.announce import Announce
 from depthfx.lowering.routed_layer import BodyInput, RoutedLayer
 from depthfx.passes.context import PassContext, call, refresh_values, value_of
 from depthfx.passes.match import is_append
@@ -46,7 +46,7 @@ def outline_cohorts(gm: fx.GraphModule, ctx: PassContext, finish: Callable[[fx.G
         mine = [a for a in appends if a < merge and a not in done]
         _closure([hidden, choice, *mine], done)
         bodies = [_outline(gm, ctx, run, done), None if spare is hidden else _outline(gm, ctx, spare, done)]
-        _replace(gm, merge, f"routed_{place}", bodies, inputs, decisions.of(merge), finish)
+        _replace(gm, merge, f"routed_{place}", bodies, inputs, decisions.of(merge, spare is not hidden), finish)
         done.add(merge)
     if merges:
         gm.graph.lint()
@@ -54,35 +54,38 @@ def outline_cohorts(gm: fx.GraphModule, ctx: PassContext, finish: Callable[[fx.G
 
 
 class _Decisions:
-    """What `partition_rows` yields for each layer, and its counts on their way to the host."""
+    """What `partition_rows` yields for each layer, and the sizes of its cohorts as they were announced."""
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext, inputs: dict[str, fx.Node]) -> None:
         self._gm, self._ctx, self._inputs = gm, ctx, inputs
-        self._parts: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by partition: its four results and `HostCounts`
+        self._parts: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by partition: its four results and what was announced
 
-    def of(self, merge: fx.Node) -> tuple[list[fx.Node], int]:
-        """``([order, counts, run_positions, choice, counts for the host], row of the layer in the last one)``."""
+    def of(self, merge: fx.Node, projects: bool) -> tuple[list[fx.Node], int]:
+        """``([order, counts, run_positions, choice, announced], row of the layer in the last one)``; to be asked in the order of layers."""
         partition, row = partition_of(choice_of(merge))
         if partition not in self._parts:
             self._parts[partition] = self._behind(partition, row is not None)
-        parts, on_host = self._parts[partition]
+        parts, announced = self._parts[partition]
+        announce = self._gm.get_submodule(str(announced.target))
+        assert isinstance(announce, Announce) and len(announce.projects) == (row or 0)
+        announce.projects.append(projects)
         if row is None:
-            return [*parts, on_host], 0
+            return [*parts, announced], 0
         with self._gm.graph.inserting_before(merge):
             mine = [call(self._gm.graph, self._ctx, partition, operator.getitem, part, row) for part in parts]
-        return [*mine, on_host], row
+        return [*mine, announced], row
 
     def _behind(self, partition: fx.Node, several: bool) -> tuple[list[fx.Node], fx.Node]:
         """The results of ``partition``, in lists of layers for ``several``, right behind it."""
-        graph, ctx = self._gm.graph, self._ctx
+        graph, ctx, name = self._gm.graph, self._ctx, f"announce_{len(self._parts)}"
+        self._gm.add_submodule(name, Announce())
         with graph.inserting_before(partition.next):
             parts = [call(graph, ctx, partition, operator.getitem, partition, i) for i in range(4)]
-            if "host_counts" not in dict(self._gm.named_children()):
-                self._gm.add_submodule("host_counts", HostCounts())
-            on_host = graph.call_module("host_counts", (parts[1], parts[CHOICE], self._inputs["captured"], self._inputs["num_decode_rows"]))
+            flags = [self._inputs[n] for n in ("captured", "num_decode_rows")]
+            announced = graph.call_module(name, (parts[1], parts[CHOICE], *flags))
             if several:
                 parts = [call(graph, ctx, partition, torch.unbind, part) for part in parts]
-        return parts, on_host
+        return parts, announced
 
 
 def _closure(ends: Iterable[Any], found: set[fx.Node]) -> None:

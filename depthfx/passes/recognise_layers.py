@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from depthfx.errors import UnsupportedModelError
@@ -59,7 +60,8 @@ def _span(
         raise UnsupportedModelError(f"the nodes of layer {path} ({class_name}) are not consecutive: {stranger.name} stands between them")
     if sum(_is_marker(n) for n in nodes) != 1:
         raise UnsupportedModelError(f"layer {path} ({class_name}) calls attention {sum(_is_marker(n) for n in nodes)} times; expected once")
-    outputs = [n for n in nodes if any(u not in inside for u in n.users)]
+    numbers = (torch.SymInt, torch.SymFloat)  # of rows, say, which later layers may need as well
+    outputs = [n for n in nodes if any(u not in inside for u in n.users) and not isinstance(value_of(n), numbers)]
     if len(outputs) != 1:
         raise UnsupportedModelError(
             f"layer {path} ({class_name}) hands on {len(outputs)} tensors ({', '.join(o.name for o in outputs)}); expected one"

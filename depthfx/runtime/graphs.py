@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from depthfx.lowering import ops
+from depthfx.lowering.announce import MAX_ROWS_IN_PLACE
 from depthfx.lowering.graph_switch import GraphSwitch, switching, unavailable
-from depthfx.lowering.routed_layer import MAX_ROWS_IN_PLACE
 from depthfx.records import StepPlan
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from depthfx.lowering import ops
-from depthfx.lowering.graph_switch import GraphSwitch, index_of, switching, unavailable
+from depthfx.lowering.graph_switch import Choice, GraphSwitch, switching, unavailable
 from tests.runtime.switched_cases import Case, check_same
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"no conditional nodes: {unavailable()}")
@@ -31,12 +31,13 @@ def test_the_device_picks_the_body(pdl):
         out[rows - 1].fill_(mark)
 
     sizes = [64, 128, 192, 200]
-    bodies = [None, *(lambda n=n, i=i: run(n, i + 1) for i, n in enumerate(sizes))]
+    bodies = [None, *(lambda n=n, i=i: run(n, i + 1) for i, n in enumerate(sizes)), lambda: run(rows, 9)]
 
     def forward():
         out.zero_()
-        normed = ops.rms_norm(x, ones, 1e-6)
-        switch.run(counts, 0, step, bodies, lambda: run(rows, 9))
+        *_, chosen = switch.choose([Choice(counts, 0, step, whole=5)])
+        normed = ops.rms_norm(x, ones, 1e-6)  # between the choice and the node
+        switch.run(chosen, bodies)
         return ops.rms_norm(out, ones, 1e-6), normed
 
     stream = torch.cuda.Stream()
@@ -55,7 +56,7 @@ def test_the_device_picks_the_body(pdl):
         counts.copy_(torch.tensor([mine, other]))
         graph.replay()
         found, after = out.clone(), behind.clone()
-        number = index_of(mine, other, step, 5)
+        number = Choice(torch.tensor([mine, other]), 0, step, whole=5).now()
         out.zero_()
         if number:
             run(*((rows, 9) if number == 5 else (sizes[number - 1], number)))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from depthfx.lowering import ops
-from depthfx.lowering.graph_switch import HostSwitch, active_switch, index_of, switching
-from depthfx.lowering.host_counts import HostCounts
-from depthfx.lowering.routed_layer import MAX_ROWS_IN_PLACE, MAX_SIZES, BodyInput, RoutedLayer, sizes_of
+from depthfx.lowering.announce import MAX_ROWS_IN_PLACE, MAX_SIZES, RUN, Announce, sizes_of
+from depthfx.lowering.graph_switch import Choice, HostSwitch, active_switch, switching
+from depthfx.lowering.routed_layer import BodyInput, RoutedLayer
 
 RUN_INPUTS = [
     BodyInput("rows"), BodyInput("rows", 1), BodyInput("whole"), BodyInput("count"), BodyInput("positions"), BodyInput("num_decode_rows"),
@@ -60,8 +60,10 @@ class Step:
         layer = RoutedLayer(self.run, RUN_INPUTS, self.project if projects else None, PROJECT_INPUTS if projects else [])
         given = [self.hidden, self.wide, "whole", None, self.positions, None, None, None]
         given += [self.hidden, None, None] if projects else []
-        on_host = HostCounts()(partition[1], partition[3], captured, self.num_decode_rows)
-        return layer(self.hidden, *partition, on_host, captured, self.num_decode_rows, self.chunk_starts, *given)
+        announce = Announce()
+        announce.projects.append(projects)
+        announced = announce(partition[1], partition[3], captured, self.num_decode_rows)
+        return layer(self.hidden, *partition, announced, captured, self.num_decode_rows, self.chunk_starts, *given)
 
     def expected(self, projects: bool) -> torch.Tensor:
         """Row by row."""
@@ -171,7 +173,7 @@ def test_sizes(rows):
     step, sizes = sizes_of(rows)
     assert len(sizes) <= MAX_SIZES and sizes[-1] == rows and sizes == sorted(set(sizes))
     for count in range(rows + 1):
-        number = index_of(count, rows - count, step, len(sizes) + 1)
+        number = Choice(torch.tensor([count, rows - count]), RUN, step, whole=len(sizes) + 1).now()
         assert (number == 0) == (count == 0) and (number == len(sizes) + 1) == (count == rows)
         if 0 < count < rows:
             assert sizes[number - 1] >= count and (number == 1 or sizes[number - 2] < count)

@@ -17,14 +17,13 @@ class Watched(HostSwitch):
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def run(self, counts, cohort, step, bodies, whole=None):
+    def run(self, choice, bodies):
         """As it is, and noted."""
 
         def noted(number, body):
             return None if body is None else lambda: (self.sizes.append(number), body())
 
-        *bodies, whole = (noted(n, body) for n, body in enumerate([*bodies, whole]))
-        super().run(counts, cohort, step, bodies, whole)
+        super().run(choice, [noted(n, body) for n, body in enumerate(bodies)])
 
 
 @pytest.mark.parametrize(("family", "weights"), [("llama", "16bit"), ("gemma2", "16bit"), ("llama", "nested")])
