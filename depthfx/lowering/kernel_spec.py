@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 _LIBRARY = torch.library.Library("depthfx", "FRAGMENT")
 _pdl = False
+_settled = False
 _collecting = False
 
 
@@ -102,6 +104,24 @@ def enable_pdl(enabled: bool) -> None:
             f"{torch.cuda.get_device_capability()}; leave it off on this device"
         )
     _pdl = enabled
+
+
+@contextmanager
+def settled_bounds(settled: bool) -> Iterator[None]:
+    """Say that bounds of products launched inside were written in front of a kernel that waits for all before it (one without dependent launch):
+    they may be read before the wait, and weights asked for ahead.
+    """
+    global _settled
+    before, _settled = _settled, settled
+    try:
+        yield
+    finally:
+        _settled = before
+
+
+def bound_kind(bound: torch.Tensor | None) -> int:
+    """The constexpr ``BOUND`` of a product: 0 without one, 2 for one that is settled, else 1."""
+    return 0 if bound is None else 2 if _settled else 1
 
 
 def pdl_options() -> dict[str, bool]:

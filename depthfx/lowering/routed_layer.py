@@ -20,6 +20,7 @@ from torch import nn
 from depthfx.lowering import ops
 from depthfx.lowering.announce import PROJECT, RUN, PendingCounts, Switched, sizes_of
 from depthfx.lowering.graph_switch import Choice, active_switch
+from depthfx.lowering.kernel_spec import settled_bounds
 
 # How an input of a body follows from the cohort: as it is, rows along `dim`, the number of rows, or one of the inputs of attention.
 # Rows are contiguous, gathered or not.
@@ -66,11 +67,14 @@ class RoutedLayer(nn.Module):
 
     def __init__(
         self, run: Callable[..., Any], run_inputs: Sequence[BodyInput], project: Callable[..., Any] | None,
-        project_inputs: Sequence[BodyInput], row: int = 0,
+        project_inputs: Sequence[BodyInput], row: int = 0, early: bool = False,
     ) -> None:  # fmt: skip
-        """``project`` None: nothing is added to skipped rows. ``row``: this layer's in what was announced."""
+        """``project`` None: nothing is added to skipped rows. ``row``: this layer's in what was announced.
+
+        ``early``: decided in front of the embedding, which PyTorch launches without dependent launch.
+        """
         super().__init__()
-        self.run, self.project, self.row = run, project, row
+        self.run, self.project, self.row, self.early = run, project, row, early
         self._run_inputs, self._project_inputs = tuple(run_inputs), tuple(project_inputs)
 
     def forward(
@@ -83,7 +87,8 @@ class RoutedLayer(nn.Module):
         if isinstance(announced, list):
             return self._switched(announced[self.row], hidden, order, counts, run_positions, chunk_starts, *given)
         if captured:
-            return self._in_place(hidden, counts, run_positions, choice, num_decode_rows, chunk_starts, *given)
+            with settled_bounds(self.early):
+                return self._in_place(hidden, counts, run_positions, choice, num_decode_rows, chunk_starts, *given)
         return self._gathered(hidden, order, counts, announced, num_decode_rows, chunk_starts, *given)
 
     def _in_place(

@@ -88,7 +88,7 @@ class _Order:
 
     def early(self) -> list[fx.Node]:
         """Partitions that follow from no token."""
-        return [n for n in self.old if n.target is ops.PARTITION_ROWS and not _follows_from_tokens(n)]
+        return [n for n in self.old if n.target is ops.PARTITION_ROWS and not follows_from_tokens(n)]
 
     def decided(self, node: fx.Node) -> bool:
         """Whether a partition is among what ``node`` follows from, or ``node`` is one."""
@@ -112,8 +112,8 @@ class _Order:
         self.gm.graph.lint()
 
 
-def _follows_from_tokens(node: fx.Node) -> bool:
-    """From their values; their number is known at the start."""
+def follows_from_tokens(node: fx.Node) -> bool:
+    """From their values: their number is known at the start of a step."""
     pending, seen = [node], set()
     while pending:
         node = pending.pop()

@@ -20,7 +20,7 @@ from depthfx.lowering.announce import Announce
 from depthfx.lowering.routed_layer import BodyInput, RoutedLayer
 from depthfx.passes.context import PassContext, call, refresh_values, value_of
 from depthfx.passes.match import is_append
-from depthfx.passes.order_decisions import CHOICE, choice_of, partition_of
+from depthfx.passes.order_decisions import CHOICE, choice_of, follows_from_tokens, partition_of
 
 # Step inputs of attention that a cohort has of its own, beside those that are gathered.
 _OWN = ("positions", "num_decode_rows", "chunk_starts")
@@ -177,7 +177,8 @@ def _replace(
             finish(module)
     run, project = modules
     parts, row = decision
-    gm.add_submodule(name, RoutedLayer(run, specs[0], project, specs[1], row))
+    early = not follows_from_tokens(partition_of(choice_of(merge))[0])
+    gm.add_submodule(name, RoutedLayer(run, specs[0], project, specs[1], row, early))
     own = [inputs[n] for n in ("captured", "num_decode_rows", "chunk_starts")]
     with gm.graph.inserting_before(merge):
         node = gm.graph.call_module(name, (hidden, *parts, *own, *given))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from depthfx.lowering.kernel_spec import INTERPRETED, KERNELS
-from depthfx.lowering.kernels import _scratch
+from depthfx.lowering.kernel_spec import INTERPRETED, KERNELS, settled_bounds
+from depthfx.lowering.kernels import _scratch, _small_linear
 from depthfx.lowering.kernels._small_linear import MAX_SMALL_ROWS
 from tests.kernels.checks import poisoned_empty
 
@@ -31,6 +31,24 @@ def test_a_bound_of_zero_writes_nothing(spec, case):
     assert skipped.isnan().all() and skipped.shape == expected.shape
     assert torch.equal(after, expected)  # bit for bit, and the launch before left no counter behind
     assert not _scratch.scratch_of(CPU, 1, 1).counters.any()
+
+
+@pytest.mark.parametrize("tiles_of", [1, 3])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 46, 1536), (2, 100, 520), (1, 62, 64)])
+def test_many_tiles_in_a_program_change_no_bit(rows, outputs, inputs, tiles_of, monkeypatch):
+    """Odd numbers of tiles and of steps, and a bound that is settled early."""
+    monkeypatch.setattr(_small_linear, "device_sms", lambda device: 1)
+    monkeypatch.setattr(_small_linear, "BOUNDED_PROGRAMS", tiles_of)
+    g = torch.Generator().manual_seed(rows * outputs)
+    x, weight, bias, residual = (
+        torch.randn(*shape, generator=g).half() for shape in ((rows, inputs), (outputs, inputs), (outputs,), (rows, outputs))
+    )
+    some = torch.ones(1, dtype=torch.int32)
+    with poisoned_empty(), settled_bounds(tiles_of == 3):
+        for name, args in (("linear", (x, weight, bias)), ("linear_add", (x, weight, residual)), ("gated_linear", (x, weight, "silu"))):
+            launch = KERNELS.get(name).launch
+            assert torch.equal(launch(*args, some), launch(*args))
+            assert launch(*args, some - 1).isnan().all()
 
 
 @pytest.mark.parametrize(("spec", "case"), BOUNDED[:4])

@@ -23,10 +23,16 @@ def pdl_release(PDL: tl.constexpr):
 
 
 @triton.jit
-def is_empty(bound_ptr, PDL: tl.constexpr):
-    """Whether the number of rows that ``bound_ptr`` names is 0; waits first, since a kernel before may write it."""
-    pdl_wait(PDL)
-    return tl.load(bound_ptr) == 0
+def is_empty(bound_ptr, BOUND: tl.constexpr, PDL: tl.constexpr):
+    """Whether the number of rows that ``bound_ptr`` names is 0. BOUND 1: a kernel before may write it, so wait first; 2: it is settled, wait last."""
+    if BOUND == 1:
+        pdl_wait(PDL)
+        return tl.load(bound_ptr) == 0
+    else:
+        empty = tl.load(bound_ptr) == 0
+        if empty:
+            pdl_wait(PDL)
+        return empty
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from depthfx.lowering.fragment_order import is_fragment_order
-from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
+from depthfx.lowering.kernel_spec import INTERPRETED, bound_kind, device_sms, pdl_options
 from depthfx.lowering.kernels._device import activate, dot, is_empty, pdl_release, pdl_wait, prefetch_l2
 from depthfx.lowering.kernels._dual_weight import check_stored, coding_of
 from depthfx.lowering.kernels._join_bytes import join_bytes, power_of_two, stored_order, true_order, widen_bytes
@@ -150,7 +150,7 @@ def _dual_linear_kernel(
     CODING: tl.constexpr, ORDERED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, USE_DOT: tl.constexpr, EVEN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BOUND: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
+    BOUND: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one (tile of outputs, range of K). ``num_outputs`` counts output columns (F when gated)."""
     tile = tl.program_id(0)
@@ -164,8 +164,8 @@ def _dual_linear_kernel(
     first_k = split * split_inputs
     end_k = tl.minimum(first_k + split_inputs, num_inputs)
     pdl_release(PDL)
-    if HAS_BOUND:  # before any weight is asked for: a skipped product must not read them
-        if is_empty(bound_ptr, PDL):
+    if BOUND:  # before any weight is asked for: a skipped product must not read them
+        if is_empty(bound_ptr, BOUND, PDL):
             return
     full = tl.load(flags_ptr + layer) != 0  # changes only between steps, so it may be read before the wait
     if PIECE_BYTES > 0:
@@ -256,7 +256,7 @@ def launch_small_dual(
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     pdl = pdl_options()
     piece_bytes, pieces = 0, 1
-    if pdl["PDL"] and bound is None:
+    if pdl["PDL"] and bound_kind(bound) != 1:
         piece_bytes, pieces = _prefetch(config, tiles, split_inputs, num_inputs, device_sms(x.device))
     _dual_linear_kernel[(tiles, config.split_k)](
         x, upper, lower, shift, layer_precision, layer, bias, out, partial, counters, bound,
@@ -265,7 +265,7 @@ def launch_small_dual(
         BLOCK_T=block_t, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT_K=config.split_k, USE_DOT=config.use_dot,
         EVEN=num_inputs % config.block_k == 0 and num_outputs % block_out == 0,
         HAS_SHIFT=shift is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
-        PIECE_BYTES=piece_bytes, PIECES=pieces, STAGES=config.num_stages, HAS_BOUND=bound is not None, WIDEN=INTERPRETED,
+        PIECE_BYTES=piece_bytes, PIECES=pieces, STAGES=config.num_stages, BOUND=bound_kind(bound), WIDEN=INTERPRETED,
         num_warps=config.num_warps, **pdl,
     )  # fmt: skip
     return out

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from depthfx.lowering.kernel_spec import device_sms, pdl_options
+from depthfx.lowering.kernel_spec import bound_kind, device_sms, pdl_options
 from depthfx.lowering.kernels._hopper_tiles import finish_tile, load_weights
 from depthfx.lowering.kernels._scratch import scratch_of
 from depthfx.lowering.kernels._small_linear import check_bound
@@ -154,7 +154,7 @@ def _hopper_stream_kernel(
     num_rows, num_outputs, steps, splits,
     FORMAT: gl.constexpr, HAS_SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BOUND: gl.constexpr, PDL: gl.constexpr,
+    BOUND: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program for one (tile, range of K), in the precision that ``precision_ptr[layer]`` says (not 0: full)."""
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -176,10 +176,12 @@ def _hopper_stream_kernel(
     fence_async_shared()
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    if HAS_BOUND:  # before any weight is asked for: a skipped product must not read them
-        if PDL:
+    if BOUND:  # before any weight is asked for: a skipped product must not read them; see `is_empty`
+        if PDL and BOUND == 1:
             gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         if gl.load(bound_ptr) == 0:
+            if PDL and BOUND == 2:
+                gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
             return
     tile = gl.program_id(0)
     split = gl.program_id(1)
@@ -231,7 +233,7 @@ def launch_stream(
         describe(upper), describe(lower), x_desc, out, shift, bias, scratch.values, scratch.counters, layer_precision, layer, bound,
         num_rows, num_outputs, -(-num_inputs // config.block_k), config.splits,
         FORMAT=coding, HAS_SHIFT=shift is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
-        ROWS=config.rows, BLOCK_T=block_t, BLOCK_K=config.block_k, STAGES=config.stages, HAS_BOUND=bound is not None,
+        ROWS=config.rows, BLOCK_T=block_t, BLOCK_K=config.block_k, STAGES=config.stages, BOUND=bound_kind(bound),
         num_warps=config.rows // 16, **pdl_options(),
     )  # fmt: skip
     return out

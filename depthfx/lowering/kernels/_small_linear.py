@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from depthfx.lowering import native
-from depthfx.lowering.kernel_spec import INTERPRETED, device_sms, pdl_options
+from depthfx.lowering.kernel_spec import INTERPRETED, bound_kind, device_sms, pdl_options
 from depthfx.lowering.kernels._device import activate, dot, is_empty, pdl_release, pdl_wait, prefetch_l2
 from depthfx.lowering.kernels._scratch import scratch_of
 
@@ -36,6 +36,9 @@ class LinearConfig:
     use_dot: bool
     prefetch: bool = False  # ask for weights ahead of the loads; products by `dot` do so under dependent launch in any case
 
+
+# Programs of a bounded product for one or two rows, for each multiprocessor, above which a program takes several tiles.
+BOUNDED_PROGRAMS = 24
 
 # What the programs on the device at one time may ask into L2 before they wait for the kernel before.
 PREFETCH_BYTES = 8 << 20
@@ -148,33 +151,122 @@ def _halves(acc, HALF: tl.constexpr, BLOCK_T: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_T)), (1, 2, 0)))
 
 
+@triton.jit
+def _store_tile(
+    acc, tile, bias_ptr, residual_ptr, out_ptr, num_rows, num_outputs, stride_residual, BLOCK_T: tl.constexpr, HALF: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of a tile of outputs."""
+    t = tl.arange(0, BLOCK_T)
+    dtype = out_ptr.dtype.element_ty
+    n = tile * HALF + tl.arange(0, HALF)
+    if ACTIVATION > 0:
+        gate, up = _halves(acc, HALF, BLOCK_T)
+        gate = activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+        result = gate * up.to(dtype).to(tl.float32)
+    else:
+        result = acc
+    mask = (n < num_outputs)[:, None] & (t < num_rows)[None, :]
+    if HAS_BIAS:
+        result += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        result = result.to(dtype).to(tl.float32)  # as an addition behind the product would have it
+        result += tl.load(residual_ptr + t[None, :] * stride_residual + n[:, None], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t[None, :] * num_outputs + n[:, None], result.to(dtype), mask=mask)
+
+
+@triton.jit
+def _weight_rows(tile, num_outputs, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
+    """The rows of the weight that make ``tile``, and which of them are there."""
+    i = tl.arange(0, BLOCK_N)
+    columns = tile * HALF + i % HALF
+    return (columns + i // HALF * num_outputs).to(tl.int64), columns < num_outputs
+
+
+@triton.jit
+def _many_tiles(
+    x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_accumulate_fma`, for TILES tiles one after another: the next tile's weights are on their way while this one's are added up."""
+    HALF: tl.constexpr = BLOCK_N // 2 if ACTIVATION > 0 else BLOCK_N
+    k = tl.arange(0, BLOCK_K)
+    first = tl.program_id(0) * TILES
+    end = tl.minimum(first + TILES, tl.cdiv(num_outputs, HALF))
+    rows, present = _weight_rows(first, num_outputs, BLOCK_N, HALF)
+    inside = present[:, None] & (k < num_inputs)[None, :]
+    w = tl.load(w_ptr + rows[:, None] * stride_w + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    pdl_wait(PDL)
+    for tile in tl.range(first, end):
+        next_rows, next_present = _weight_rows(tile + 1, num_outputs, BLOCK_N, HALF)
+        next_present = next_present & (tile + 1 < end)
+        acc0 = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        acc1 = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for start in tl.range(0, num_inputs, BLOCK_K):
+            wide = w.to(tl.float32)
+            x0 = tl.load(x_ptr + start + k, mask=start + k < num_inputs, other=0.0).to(tl.float32)
+            acc0 += wide * x0[None, :]
+            if BLOCK_T == 2:
+                x1 = tl.load(x_ptr + stride_x + start + k, mask=start + k < num_inputs, other=0.0).to(tl.float32)
+                acc1 += wide * x1[None, :]
+            ends = start + BLOCK_K >= num_inputs
+            at = tl.where(ends, 0, start + BLOCK_K) + k
+            inside = tl.where(ends, next_present, present)[:, None] & (at < num_inputs)[None, :]
+            source = tl.where(ends, next_rows, rows)[:, None] * stride_w + at[None, :]
+            w = tl.load(w_ptr + source, mask=inside, other=0.0, eviction_policy="evict_first")
+        acc = tl.sum(acc0, axis=1)[:, None]
+        if BLOCK_T == 2:
+            acc = tl.where(tl.arange(0, 2)[None, :] == 0, acc, tl.sum(acc1, axis=1)[:, None])
+        _store_tile(
+            acc,
+            tile,
+            bias_ptr,
+            residual_ptr,
+            out_ptr,
+            num_rows,
+            num_outputs,
+            stride_residual,
+            BLOCK_T,
+            HALF,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+            ACTIVATION,
+        )
+        rows, present = next_rows, next_present
+
+
 @triton.jit(do_not_specialize_on_alignment=["bound_ptr"])
 def _small_linear_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counter_ptr, bound_ptr,
     num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual, split_inputs,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, USE_DOT: tl.constexpr,
     EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, HAS_BOUND: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
+    PIECE_BYTES: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, BOUND: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One program for one (tile of outputs, range of K). ``num_outputs`` counts output columns (F when gated)."""
+    """One program for one (tile of outputs, range of K), or for TILES of them. ``num_outputs`` counts output columns (F when gated)."""
+    pdl_release(PDL)
+    if BOUND:  # before any weight is asked for: a skipped product must not read them
+        if is_empty(bound_ptr, BOUND, PDL):
+            return
+    if TILES > 1:
+        _many_tiles(
+            x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, num_outputs, num_inputs, stride_x, stride_w, stride_residual,
+            BLOCK_T, BLOCK_N, BLOCK_K, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, TILES, PDL,
+        )  # fmt: skip
+        return
     tile = tl.program_id(0)
     split = tl.program_id(1)
     GATED: tl.constexpr = ACTIVATION > 0
     HALF: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # output columns of a tile
     i = tl.arange(0, BLOCK_N)
-    columns = tile * HALF + i % HALF
-    row_mask = columns < num_outputs
-    w_rows = columns + i // HALF * num_outputs
-    w_tile = w_ptr + w_rows.to(tl.int64)[:, None] * stride_w
+    w_rows, row_mask = _weight_rows(tile, num_outputs, BLOCK_N, HALF)
+    w_tile = w_ptr + w_rows[:, None] * stride_w
     first_k = split * split_inputs
     end_k = tl.minimum(first_k + split_inputs, num_inputs)
-    pdl_release(PDL)
-    if HAS_BOUND:  # before any weight is asked for: a skipped product must not read them
-        if is_empty(bound_ptr, PDL):
-            return
     if PIECE_BYTES > 0:  # weights are written by nothing on the device, so they may be asked for before the wait
         pieces = first_k + tl.arange(0, PIECES) * (PIECE_BYTES // 2)
-        prefetch_l2(w_ptr + tl.where(row_mask, w_rows, 0).to(tl.int64)[:, None] * stride_w + pieces[None, :], PIECE_BYTES)
+        prefetch_l2(w_ptr + tl.where(row_mask, w_rows, 0)[:, None] * stride_w + pieces[None, :], PIECE_BYTES)
     if USE_DOT:
         pdl_wait(PDL)
         acc = _accumulate_dot(
@@ -198,21 +290,21 @@ def _small_linear_kernel(
             for other in tl.static_range(1, SPLIT_K):
                 acc += tl.load(part + other * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
     if last:
-        dtype = out_ptr.dtype.element_ty
-        n = tile * HALF + tl.arange(0, HALF)
-        if GATED:
-            gate, up = _halves(acc, HALF, BLOCK_T)
-            gate = activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
-            result = gate * up.to(dtype).to(tl.float32)
-        else:
-            result = acc
-        mask = (n < num_outputs)[:, None] & (t < num_rows)[None, :]
-        if HAS_BIAS:
-            result += tl.load(bias_ptr + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
-        if HAS_RESIDUAL:
-            result = result.to(dtype).to(tl.float32)  # as an addition behind the product would have it
-            result += tl.load(residual_ptr + t[None, :] * stride_residual + n[:, None], mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptr + t[None, :] * num_outputs + n[:, None], result.to(dtype), mask=mask)
+        _store_tile(
+            acc,
+            tile,
+            bias_ptr,
+            residual_ptr,
+            out_ptr,
+            num_rows,
+            num_outputs,
+            stride_residual,
+            BLOCK_T,
+            HALF,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+            ACTIVATION,
+        )
 
 
 def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -266,10 +358,13 @@ def launch_small(
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     pdl = pdl_options()
     piece_bytes, pieces = 0, 1
-    early = pdl["PDL"] and config.use_dot and bound is None  # without `dot` the first step's loads precede the wait
+    early = pdl["PDL"] and config.use_dot and bound_kind(bound) != 1  # without `dot` the first step's loads precede the wait
     if (config.prefetch or early) and not INTERPRETED:
         piece_bytes, pieces = _prefetch(config, tiles, split_inputs, num_inputs, device_sms(x.device))
-    _small_linear_kernel[(tiles, config.split_k)](
+    tiles_each = 1  # of a product that may turn out empty: what that costs is the start of its programs
+    if bound is not None and not config.use_dot:
+        tiles_each = max(1, tiles // (BOUNDED_PROGRAMS * device_sms(x.device)))
+    _small_linear_kernel[(triton.cdiv(tiles, tiles_each), config.split_k)](
         x, weight, bias, residual, out, partial, counters, bound,
         num_rows, num_outputs, num_inputs, x.stride(0), weight.stride(0), residual.stride(0) if residual is not None else 0,
         split_inputs,
@@ -277,6 +372,6 @@ def launch_small(
         EVEN=num_inputs % config.block_k == 0 and num_outputs % block_out == 0,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ACTIVATION=activation,
         PIECE_BYTES=piece_bytes, PIECES=pieces,
-        STAGES=config.num_stages, HAS_BOUND=bound is not None, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl,
+        STAGES=config.num_stages, BOUND=bound_kind(bound), TILES=tiles_each, WIDEN=INTERPRETED, num_warps=config.num_warps, **pdl,
     )  # fmt: skip
     return out
