@@ -30,6 +30,8 @@ def test_workers_fill_the_cache_that_launches_read_and_one_may_die(tmp_path):
     assert facts["loaded"] == [True] * len(facts["before"])
     assert all(facts["ended"]) and facts["hook"]
     assert f"{len(facts['before'])} of {len(facts['before'])} variants compiled" in facts["lines"][0]
+    # a row of several layers' results is aligned by chance: no step may meet a kernel that the warm-up did not
+    assert facts["of_layers"] == {"_scatter_rows_kernel": 1, "_select_rows_kernel": 1}
 
 
 def test_a_variant_that_fails_is_listed_with_its_reason(tmp_path):

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, pdl_options, register_kernel
+from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, is_collecting, pdl_options, register_kernel
 from depthfx.lowering.kernels._cases import COPY_REASON, COPY_TOLERANCE
 from depthfx.lowering.kernels._device import pdl_release, pdl_wait
 
@@ -125,7 +125,7 @@ def reference(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tens
 
 def launch(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tensor, tape: torch.Tensor, place: int) -> Result:
     _check(actions, forced, positions, tape, place)
-    actions, forced, positions = inner_contiguous(actions), inner_contiguous(forced), inner_contiguous(positions)
+    actions, forced, positions = actions.contiguous(), inner_contiguous(forced), inner_contiguous(positions)
     if tape.stride(1) != 1:
         raise ValueError(f"tape has strides {tape.stride()}; the rows of a layer must be contiguous; make it with torch.zeros")
     *layers, num_rows = actions.shape
@@ -136,6 +136,11 @@ def launch(actions: torch.Tensor, forced: torch.Tensor, positions: torch.Tensor,
         actions, forced, positions, tape, order, counts, run_positions, choice, num_rows, place, tape.stride(0),
         BLOCK=block, ONE_BLOCK=num_rows <= block, num_warps=max(1, block // 128), **pdl_options(),
     )  # fmt: skip
+    if is_collecting():  # nothing may have run, and rows, keys and sizes are looked up by these: any that are there will do
+        order.copy_(torch.arange(num_rows, dtype=torch.int32, device=actions.device))
+        run_positions.copy_(positions)
+        counts.zero_()
+        choice.zero_()
     return order, counts, run_positions, choice
 
 

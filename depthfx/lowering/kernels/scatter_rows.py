@@ -20,7 +20,8 @@ from depthfx.lowering.kernels._device import pdl_release, pdl_wait
 MAX_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["cohort"])
+# Order and counts may be a row of several layers', whose alignment would follow from the number of rows.
+@triton.jit(do_not_specialize=["cohort"], do_not_specialize_on_alignment=["order_ptr", "counts_ptr"])
 def _scatter_rows_kernel(
     out_ptr, packed_ptr, order_ptr, counts_ptr, cohort, num_features, stride_out, stride_packed, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

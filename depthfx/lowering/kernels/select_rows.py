@@ -18,7 +18,7 @@ from depthfx.lowering.kernels._device import pdl_release, pdl_wait
 MAX_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["choice_ptr"])  # it may be a row of several layers'
 def _select_rows_kernel(
     run_ptr, project_ptr, hidden_ptr, choice_ptr, out_ptr, num_features, stride_run, stride_project, stride_hidden,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
