@@ -13,9 +13,11 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -188,6 +190,7 @@ def unavailable() -> str | None:
     return None
 
 
+@cache
 def _compiled(architecture: str) -> bytes:
     """The setter's machine code."""
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
@@ -205,20 +208,23 @@ def _compiled(architecture: str) -> bytes:
     return code
 
 
-_active: Switch | None = None
+class _Active(threading.local):
+    switch: Switch | None = None
+
+
+_active = _Active()
 
 
 def active_switch() -> Switch | None:
-    """The switch of captured steps that are made now; None: cohorts stay in place."""
-    return _active
+    """The switch of captured steps that this thread makes now; None: cohorts stay in place."""
+    return _active.switch
 
 
 @contextmanager
 def switching(switch: Switch | None) -> Iterator[None]:
-    """Captured steps that run inside have their cohorts of many rows picked by ``switch``."""
-    global _active
-    before, _active = _active, switch
+    """Captured steps that this thread runs inside have their cohorts of many rows picked by ``switch``."""
+    before, _active.switch = _active.switch, switch
     try:
         yield
     finally:
-        _active = before
+        _active.switch = before

@@ -7,7 +7,7 @@ import torch
 from depthfx.lowering.graph_switch import switching
 from depthfx.lowering.precompile import KernelWorkers, Variant, collected
 from depthfx.records import StepPlan
-from depthfx.runtime.graphs import captured_steps, dependent_launch
+from depthfx.runtime.graphs import DecodeGraphs, captured_steps, dependent_launch
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.sizing import prefill_plan
 
@@ -38,6 +38,7 @@ def _variants(runner: Runner, buckets: tuple[int, ...], hints: tuple[int, ...]) 
     """
     longest = min(runner.shape.max_batch_tokens, runner.shape.blocks_per_row * runner.shape.kv.block_tokens)
     depths = (False, True) if runner.routed is not None else (False,)
+    switch = DecodeGraphs(runner, buckets).switch  # that of the runner to come, which captures these buckets
     with collected() as found:
         for rows in (longest, min(_PREFILL_ROWS, longest)):
             for precision in hints:
@@ -45,7 +46,7 @@ def _variants(runner: Runner, buckets: tuple[int, ...], hints: tuple[int, ...]) 
                     runner.forward(runner.staging.upload(prefill_plan((rows,)), None, routed), precision, routed)
                     _settle(runner)
         for bucket, precision, routed in captured_steps(buckets, runner.shape.nested, runner.device, runner.routed is not None):
-            with dependent_launch(bucket, runner.shape.nested, runner.device), switching(runner.graphs.switch):
+            with dependent_launch(bucket, runner.shape.nested, runner.device), switching(switch):
                 runner.forward(runner.staging.upload(StepPlan(-1, (), (), ()), bucket, routed), precision, routed, captured=True)
             _settle(runner)
     return list(found)

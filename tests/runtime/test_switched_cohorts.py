@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from depthfx.lowering.graph_switch import HostSwitch, switching
+from depthfx.lowering.graph_switch import HostSwitch, active_switch, switching
+from depthfx.runtime import graphs, warmup
 from tests.runtime.switched_cases import Case, check_same
 
 SHARES = (0.0, 0.1, 0.95, 1.0)
@@ -45,3 +50,48 @@ def test_without_a_switch_cohorts_stay_in_place():
     case.skip(0.5)
     check_same(case.step(captured=True), case.step(captured=False), 0.5, 1e-4)
     case.model.engine.close()
+
+
+def test_a_switch_is_that_of_its_thread():
+    """Two models that are compiled side by side, the second one longer."""
+    first, second, seen = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30), []
+
+    def other():
+        first.wait()
+        with switching(None):
+            seen.append(active_switch())
+            second.wait()
+            first.wait()
+        seen.append(active_switch())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with switching(mine := HostSwitch()):
+        first.wait()
+        second.wait()
+        seen.append(active_switch())
+    first.wait()
+    thread.join()
+    assert seen == [None, mine, None] and active_switch() is None
+
+
+@pytest.mark.parametrize(("buckets", "switched"), [((1, 64), []), ((1, 64, 80), [(80, True), (64, True), (1, True)])])
+def test_the_dry_run_names_the_kernels_of_chosen_sizes(buckets, switched, monkeypatch):
+    """Its runner has no graphs of its own, and is to run what the captures will."""
+    seen = []
+
+    def forward(uploaded, precision, routed, captured=False):
+        if captured and routed and active_switch() is not None:
+            seen.append((uploaded, isinstance(active_switch(), HostSwitch)))
+
+    limits = {"nested": False, "max_batch_tokens": 512, "blocks_per_row": 8, "kv": SimpleNamespace(block_tokens=16)}
+    staging = SimpleNamespace(upload=lambda plan, bucket, routed: bucket)
+    runner = SimpleNamespace(device=torch.device("cuda", 0), routed=forward, shape=SimpleNamespace(**limits), staging=staging, forward=forward)
+    runner.graphs = SimpleNamespace(switch=None)
+    monkeypatch.setattr(graphs, "GraphSwitch", lambda device: HostSwitch())
+    monkeypatch.setattr(graphs, "unavailable", lambda: None)
+    monkeypatch.setattr(warmup, "dependent_launch", lambda *_: nullcontext())
+    monkeypatch.setattr(warmup, "collected", lambda: nullcontext({}))
+    monkeypatch.setattr(warmup, "_settle", lambda _: None)
+    assert warmup._variants(runner, buckets, (-1,)) == []
+    assert seen == switched
