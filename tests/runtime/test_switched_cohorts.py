@@ -86,7 +86,9 @@ def test_the_dry_run_names_the_kernels_of_chosen_sizes(buckets, switched, monkey
 
     limits = {"nested": False, "max_batch_tokens": 512, "blocks_per_row": 8, "kv": SimpleNamespace(block_tokens=16)}
     staging = SimpleNamespace(upload=lambda plan, bucket, routed: bucket)
-    runner = SimpleNamespace(device=torch.device("cuda", 0), routed=forward, shape=SimpleNamespace(**limits), staging=staging, forward=forward)
+    runner = SimpleNamespace(
+        device=torch.device("cuda", 0), routed=forward, shape=SimpleNamespace(**limits), staging=staging, forward=forward
+    )
     runner.graphs = SimpleNamespace(switch=None)
     monkeypatch.setattr(graphs, "GraphSwitch", lambda device: HostSwitch())
     monkeypatch.setattr(graphs, "unavailable", lambda: None)
