@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,9 @@ import torch
 
 from depthfx.errors import BackendUnavailableError, DriverError
 from depthfx.lowering.kernel_spec import is_collecting
+from depthfx.lowering.nvrtc import has_nvrtc, machine_code
 
-_SETTER = rb"""
+_SETTER = r"""
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned int value);
 struct Choice { unsigned long long handle; const int* counts; int cohort, step, whole, unused; };
 struct Choices { Choice at[64]; };
@@ -104,7 +104,7 @@ class GraphSwitch:
             torch.cuda.current_stream().synchronize()  # PyTorch's context is there
             (self._context,) = self._call("cuCtxGetCurrent")
             major, minor = torch.cuda.get_device_capability(device)
-            (self._module,) = self._call("cuModuleLoadData", _compiled(f"sm_{major}{minor}"))
+            (self._module,) = self._call("cuModuleLoadData", machine_code(_SETTER, f"sm_{major}{minor}", ("-rdc=false",)))
             (self._setter,) = self._call("cuModuleGetFunction", self._module, b"pick")
             self._stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.MemPool()
@@ -182,8 +182,8 @@ def unavailable() -> str | None:
     """Why conditional nodes cannot be made here; None if they can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        return "the package cuda-bindings is missing; install depthfx[cuda]"
+    if not has_nvrtc():
+        return "the package cuda-bindings or its NVRTC is missing; install depthfx[cuda]"
     code, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()
     if int(code) != 0 or version < MIN_DRIVER:
         return f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}; SWITCH nodes need 12.8"
@@ -191,23 +191,6 @@ def unavailable() -> str | None:
 
 
 @cache
-def _compiled(architecture: str) -> bytes:
-    """The setter's machine code."""
-    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-
-    def call(name: str, *args: Any) -> Any:
-        code, *results = getattr(nvrtc, name)(*args)
-        if int(code) != 0:
-            raise DriverError(name, code.name, "the kernel that picks a body of a conditional node could not be compiled")
-        return results[0] if results else None
-
-    program = call("nvrtcCreateProgram", _SETTER, b"pick.cu", 0, [], [])
-    call("nvrtcCompileProgram", program, 2, [f"--gpu-architecture={architecture}".encode(), b"-rdc=false"])
-    code = b" " * call("nvrtcGetCUBINSize", program)
-    call("nvrtcGetCUBIN", program, code)
-    return code
-
-
 class _Active(threading.local):
     switch: Switch | None = None
 

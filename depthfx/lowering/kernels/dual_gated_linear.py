@@ -13,6 +13,7 @@ from depthfx.lowering import native_stored
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import gated_activation, gated_linear
 from depthfx.lowering.kernels._cases import DOT_REASON, counted
+from depthfx.lowering.kernels._cluster_linear import launch_cluster, uses_cluster
 from depthfx.lowering.kernels._dual_linear import is_small_dual, launch_small_dual
 from depthfx.lowering.kernels._dual_weight import (
     DUAL_TOLERANCE,
@@ -61,6 +62,8 @@ def launch(
     code = gated_activation.activation_code(activation)
     if uses_fp8(x, upper, precision):
         return gated_activation.launch(launch_fp8(x, upper, shift, format), activation)
+    if uses_cluster(x, upper, gated=True):
+        return launch_cluster(x, upper, lower, shift, layer_precision, layer, format, activation=code)
     if uses_stream(x, upper, gated=True):
         return launch_streamed(x, upper, lower, shift, layer_precision, layer, format, activation=code, bound=bound)
     if is_small_dual(x):

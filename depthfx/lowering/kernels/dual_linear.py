@@ -15,6 +15,7 @@ from depthfx.lowering import native_stored
 from depthfx.lowering.kernel_spec import Case, KernelSpec, inner_contiguous, register_kernel
 from depthfx.lowering.kernels import linear
 from depthfx.lowering.kernels._cases import DOT_REASON, counted, randn
+from depthfx.lowering.kernels._cluster_linear import launch_cluster, uses_cluster
 from depthfx.lowering.kernels._dual_linear import is_small_dual, launch_small_dual
 from depthfx.lowering.kernels._dual_weight import (
     DUAL_TOLERANCE,
@@ -62,6 +63,8 @@ def launch(
 ) -> torch.Tensor:  # fmt: skip
     if uses_fp8(x, upper, precision):
         return launch_fp8(x, upper, shift, format, bias)
+    if uses_cluster(x, upper, gated=False):
+        return launch_cluster(x, upper, lower, shift, layer_precision, layer, format, bias=bias)
     if uses_stream(x, upper, gated=False):
         return launch_streamed(x, upper, lower, shift, layer_precision, layer, format, bias=bias, bound=bound)
     if is_small_dual(x):

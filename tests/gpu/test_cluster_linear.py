@@ -1,0 +1,100 @@
+"""The product of nested weights and many rows on Hopper: odd sizes, both formats and precisions, ranges of K, repeated bits, replays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from depthfx.lowering.kernel_spec import max_error
+from depthfx.lowering.kernels import gated_activation
+from depthfx.lowering.kernels._cluster_linear import MIN_ROWS, _is_supported, launch_cluster, uses_cluster
+from depthfx.lowering.kernels._dual_weight import plain_weight
+from depthfx.lowering.nest import nest
+from tests.kernels.checks import poisoned_empty
+
+pytestmark = pytest.mark.skipif(not _is_supported(0), reason="needs compute capability 9 and NVRTC")
+# fp32 sums of another order, then one rounding (two where gated) of numbers up to 8
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+def make(rows, outputs, inputs, name, dtype, full, seed=0):
+    """``(x, upper, lower, shift, flags, weight as it counts)``; rows of ``nested_e4m3_scaled`` need shifts."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    weight = (torch.randn(outputs, inputs, generator=g, device="cuda") * inputs**-0.5).half()
+    if name == "nested_e4m3_scaled":
+        weight[::3] *= 64
+    nested = nest(weight, name)
+    assert nested.format == name
+    x = torch.randn(rows, inputs, generator=g, device="cuda").to(dtype)
+    flags = torch.tensor([7, full], dtype=torch.int32, device="cuda")
+    counts = plain_weight(nested.upper, nested.lower, nested.shift, name, bool(full))
+    return x, nested.upper, nested.lower, nested.shift, flags, counts
+
+
+def expected(x, weight, bias, activation):
+    """In fp32 of the weights in the dtype of x."""
+    y = x.double() @ weight.to(x.dtype).double().t()
+    if bias is not None:
+        y = y + bias.double()
+    return y if activation is None else gated_activation.reference(y.to(x.dtype), activation).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("full", [1, 0])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "name", "activation", "splits"),
+    [
+        (129, 264, 64, "nested_e4m3", None, None), (256, 256, 256, "nested_e5m2", None, 1), (300, 136, 4096, "nested_e4m3_scaled", None, None),
+        (513, 8, 512, "nested_e4m3", None, 2), (700, 400, 1088, "nested_e5m2", "silu", None), (130, 528, 576, "nested_e4m3_scaled", "gelu", 3),
+        (2049, 272, 320, "nested_e4m3", "gelu_tanh", None), (1100, 2056, 704, "nested_e4m3", None, None),
+    ],
+)  # fmt: skip
+def test_against_plain_products(rows, outputs, inputs, name, activation, splits, full, dtype):
+    x, upper, lower, shift, flags, weight = make(rows, outputs, inputs, name, dtype, full)
+    assert uses_cluster(x, upper, activation is not None)
+    bias = torch.randn(outputs, device="cuda").to(dtype) if activation is None and rows % 2 else None
+    if not full:
+        lower = torch.full_like(lower, 0xFF)  # is not read
+    code = gated_activation.activation_code(activation) if activation else 0
+    want = expected(x, weight, bias, activation)
+    with poisoned_empty():
+        found = launch_cluster(x, upper, lower, shift, flags, 1, name, bias, code, splits)
+        again = launch_cluster(x, upper, lower, shift, flags, 1, name, bias, code, splits)
+    assert max_error(found, want) < TOLERANCE[dtype] * max(1.0, float(want.abs().max()) / 8)
+    assert torch.equal(found, again)
+
+
+def test_rows_apart_and_columns_of_a_wider_tensor():
+    """x may be part of a wider matrix; rows behind the last one are neither read nor written."""
+    x, upper, lower, shift, flags, weight = make(200, 256, 512, "nested_e4m3", torch.float16, 1)
+    wide = torch.full((200, 1024), float("nan"), device="cuda", dtype=torch.float16)
+    wide[:, 64:576] = x
+    found = launch_cluster(wide[:, 64:576], upper, lower, shift, flags, 1, "nested_e4m3")
+    assert max_error(found, expected(x, weight, None, None)) < TOLERANCE[torch.float16]
+
+
+def test_a_captured_product_follows_the_flag():
+    x, upper, lower, shift, flags, weight = make(384, 512, 2048, "nested_e4m3", torch.float16, 1)
+    fast = plain_weight(upper, lower, shift, "nested_e4m3", False)
+    launch_cluster(x, upper, lower, shift, flags, 1, "nested_e4m3")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch_cluster(x, upper, lower, shift, flags, 1, "nested_e4m3")
+    for full in (1, 0, 1):
+        flags[1] = full
+        out.fill_(float("nan"))
+        graph.replay()
+        assert max_error(out, expected(x, weight if full else fast, None, None)) < TOLERANCE[torch.float16]
+
+
+def test_what_it_does_not_serve():
+    x, upper, *_ = make(MIN_ROWS, 64, 128, "nested_e4m3", torch.float16, 1)
+    assert uses_cluster(x, upper, False) and uses_cluster(x, upper, True)
+    assert not uses_cluster(x[:-1], upper, False)  # a row less
+    assert not uses_cluster(x, upper[:60], False) and not uses_cluster(x, upper[:56], True)  # results in groups of 8
+    assert not uses_cluster(x.float(), upper, False) and not uses_cluster(x[:, 1:], upper, False)
+    assert not uses_cluster(x.cpu(), upper, False)
