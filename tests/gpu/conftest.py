@@ -3,9 +3,11 @@
 import os
 
 import pytest
+import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["DEPTHFX_PARALLEL_WARMUP"] = "0"  # each of a dozen processes would start a dozen compilers
+    torch.set_num_threads(1)  # references run on the host, and a dozen processes have more threads than it has cores
 
 LONG = ("test_elastic.py", "test_routed.py", "test_kv_offload.py", "test_weight_offload.py", "test_engine.py")
 
