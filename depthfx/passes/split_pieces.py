@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
-from depthfx.passes.context import PassContext
+from depthfx.passes.context import PassContext, value_of
 from depthfx.passes.match import is_op
 from depthfx.passes.print_graph import print_graph
 
@@ -27,6 +28,8 @@ def split_pieces(gm: fx.GraphModule, ctx: PassContext, compile_piece: PieceCompi
     The KV pool never enters a piece: all ops that touch it are called from the top level.
     """
     compiled: dict[str, Callable[..., Any]] = {}
+    _inline_sizes(gm)
+    _gather_parts(gm)
     runs = _runs(gm)
     for number, run in enumerate(runs):
         piece, inputs, outputs = _outline(gm, run)
@@ -46,14 +49,41 @@ def _is_direct(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "depthfx"
 
 
+def _inline_sizes(gm: fx.GraphModule) -> None:
+    """What takes a ``torch.Size`` takes its numbers."""
+    for node in [n for n in gm.graph.nodes if n.target is torch.Size]:
+        numbers = tuple(node.args[0])
+        for user in [u for u in node.users if not _is_part(u)]:
+            user.args = map_arg(user.args, lambda n, node=node, numbers=numbers: numbers if n is node else n)
+        if not node.users:
+            gm.graph.erase_node(node)
+
+
+def _gather_parts(gm: fx.GraphModule) -> None:
+    """The parts of every tuple come right behind it, and into its piece: a piece yields tensors, and no tuple of them."""
+    for node in list(gm.graph.nodes):
+        if not _is_direct(node):
+            for part in reversed([u for u in node.users if _is_part(u)]):
+                node.append(part)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether ``node`` takes a part of a tuple."""
+    return is_op(node, "getitem") and isinstance(value_of(node.args[0]), (tuple, list))  # type: ignore[arg-type]
+
+
 def _runs(gm: fx.GraphModule) -> list[list[fx.Node]]:
-    """Maximal runs of compute nodes between depthfx ops; free nodes at the edges stay outside."""
+    """Maximal runs of compute nodes between depthfx ops; free nodes at the edges stay outside, but for parts of a tuple."""
     runs: list[list[fx.Node]] = []
     current: list[fx.Node] = []
 
     def close() -> None:
+        behind: list[fx.Node] = []
         while current and is_op(current[-1], *_FREE):
-            current.pop()
+            behind.append(current.pop())
+        last = current[-1] if current else None
+        while behind and _is_part(behind[-1]) and behind[-1].args[0] is last:
+            current.append(behind.pop())
         if sum(not is_op(n, *_FREE, *_LOOKUPS) for n in current) > 1:  # one op alone leaves nothing to fuse
             runs.append(list(current))
         current.clear()

@@ -11,6 +11,7 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.utils import run_and_get_code
 
 import depthfx
+from depthfx.passes import pipeline
 from tests.families.configs import build
 from tests.families.harness import alone
 
@@ -33,6 +34,27 @@ def test_bodies_do_not_grow_with_the_number_of_layers(name):
             assert not any(a.name == "kv_pool" for a in call.all_input_nodes)
     assert bodies[0] == bodies[1] < 6
     assert counts[1] > counts[0] or name == "llama"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_pieces_yield_tensors_alone(name, monkeypatch):
+    """A product that is split into queries, keys and values ends a piece of GPT-2, which no compiler takes with a tuple for a result."""
+    yields = []
+
+    def look(piece, inputs):
+        (results,) = (n.args[0] for n in piece.graph.nodes if n.op == "output")
+        yields.extend(type(n.meta["example_value"]) for n in results)
+        return piece.forward
+
+    monkeypatch.setattr(pipeline, "run_eagerly", look)
+    depthfx.compile(build(name), inductor=False, kv_blocks=4, program_cache=False)
+    assert yields and not {tuple, list, torch.Size} & set(yields)
+
+
+@pytest.mark.slow
+def test_a_family_whose_products_are_split_compiles():
+    row = [[5, 6, 7, 8, 9]]
+    assert alone(depthfx.compile(build("gpt2"), kv_blocks=4), row) == alone(build("gpt2"), row)
 
 
 @pytest.mark.slow
