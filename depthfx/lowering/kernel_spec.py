@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,17 @@ from depthfx.registry import Registry
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 _LIBRARY = torch.library.Library("depthfx", "FRAGMENT")
-_pdl = False
-_settled = False
-_collecting = False
+
+
+class _Launches(threading.local):
+    """How this thread launches kernels: other engines may serve, or be compiled, in other threads."""
+
+    pdl = False
+    settled = False
+    collecting = False
+
+
+_launches = _Launches()
 
 
 @dataclass(frozen=True)
@@ -81,29 +90,27 @@ def register_kernel(spec: KernelSpec) -> KernelSpec:
 
 
 def set_collecting(collecting: bool) -> None:
-    """Say that kernels are only named, not run, from here on; see :func:`depthfx.lowering.precompile.collected`."""
-    global _collecting
-    _collecting = collecting
+    """Say that this thread only names kernels and runs none from here on; see :func:`depthfx.lowering.precompile.collected`."""
+    _launches.collecting = collecting
 
 
 def is_collecting() -> bool:
-    """Whether kernels are only named: no value on the device means anything."""
-    return _collecting
+    """Whether this thread only names kernels: no value on the device means anything."""
+    return _launches.collecting
 
 
 def enable_pdl(enabled: bool) -> None:
-    """Switch programmatic dependent launch for all later launches (and captures); it needs compute capability 9.0.
+    """Switch programmatic dependent launch for all later launches (and captures) of this thread; it needs compute capability 9.0.
 
     With it a kernel may start while the one before drains: it prefetches weights at once and waits before it touches
     anything that another kernel writes. The interpreter ignores the switch.
     """
-    global _pdl
     if enabled and torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         raise ValueError(
             f"dependent launch needs compute capability 9.0, but {torch.cuda.get_device_name()} has "
             f"{torch.cuda.get_device_capability()}; leave it off on this device"
         )
-    _pdl = enabled
+    _launches.pdl = enabled
 
 
 @contextmanager
@@ -111,22 +118,21 @@ def settled_bounds(settled: bool) -> Iterator[None]:
     """Say that bounds of products launched inside were written in front of a kernel that waits for all before it (one without dependent launch):
     they may be read before the wait, and weights asked for ahead.
     """
-    global _settled
-    before, _settled = _settled, settled
+    before, _launches.settled = _launches.settled, settled
     try:
         yield
     finally:
-        _settled = before
+        _launches.settled = before
 
 
 def bound_kind(bound: torch.Tensor | None) -> int:
     """The constexpr ``BOUND`` of a product: 0 without one, 2 for one that is settled, else 1."""
-    return 0 if bound is None else 2 if _settled else 1
+    return 0 if bound is None else 2 if _launches.settled else 1
 
 
 def pdl_options() -> dict[str, bool]:
     """Keyword arguments of a kernel launch for the present switch: the constexpr ``PDL`` and the launch attribute."""
-    if _pdl and not INTERPRETED:
+    if _launches.pdl and not INTERPRETED:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

@@ -31,7 +31,7 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
-from depthfx.lowering.kernel_spec import set_collecting
+from depthfx.lowering.kernel_spec import is_collecting, set_collecting
 from depthfx.report import CACHES, CompileReport
 
 # Fewer missing variants than this are compiled faster than workers start.
@@ -101,6 +101,8 @@ def collected() -> Iterator[dict[Variant, None]]:
     placed: list[tuple[dict[Any, Any], Any]] = []
 
     def note(*, fn: Any, key: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if not is_collecting():  # another thread's, which is to run
+            return False
         found[Variant(fn.module, fn.name, compile["specialization_data"], (target.backend, target.arch, target.warp_size))] = None
         loaded = fn.jit_function.device_caches[compile["device"]][0]
         loaded[key] = _NotLaunched()

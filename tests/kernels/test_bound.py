@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
+from depthfx.lowering import kernel_spec
 from depthfx.lowering.kernel_spec import INTERPRETED, KERNELS, settled_bounds
 from depthfx.lowering.kernels import _scratch, _small_linear
 from depthfx.lowering.kernels._small_linear import MAX_SMALL_ROWS
@@ -71,3 +74,18 @@ def test_a_residual_inside_a_product_changes_no_bit(rows):
     x, weight, residual = (torch.randn(n, m, generator=g).half() for n, m in ((rows, 320), (96, 320), (rows, 96)))
     apart = residual + KERNELS.get("linear").launch(x, weight, None)
     assert torch.equal(KERNELS.get("linear_add").launch(x, weight, residual), apart)
+
+
+def test_how_kernels_are_launched_is_a_threads_own_business():
+    """An engine that serves in another thread must not take a dry run's, or a capture's, switches for its own."""
+    seen = []
+    kernel_spec.set_collecting(True)
+    try:
+        with settled_bounds(True):
+            thread = threading.Thread(target=lambda: seen.append((kernel_spec.is_collecting(), kernel_spec.bound_kind(torch.ones(1)))))
+            thread.start()
+            thread.join()
+            assert kernel_spec.is_collecting() and kernel_spec.bound_kind(torch.ones(1)) == 2
+    finally:
+        kernel_spec.set_collecting(False)
+    assert seen == [(False, 1)]

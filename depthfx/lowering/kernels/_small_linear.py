@@ -362,7 +362,7 @@ def launch_small(
     if (config.prefetch or early) and not INTERPRETED:
         piece_bytes, pieces = _prefetch(config, tiles, split_inputs, num_inputs, device_sms(x.device))
     tiles_each = 1  # of a product that may turn out empty: what that costs is the start of its programs
-    if bound is not None and not config.use_dot:
+    if bound is not None and not config.use_dot and config.split_k == 1:
         tiles_each = max(1, tiles // (BOUNDED_PROGRAMS * device_sms(x.device)))
     _small_linear_kernel[(triton.cdiv(tiles, tiles_each), config.split_k)](
         x, weight, bias, residual, out, partial, counters, bound,

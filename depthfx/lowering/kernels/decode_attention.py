@@ -90,7 +90,7 @@ def _join_splits(
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=in_group & (feature < HEAD_DIM))
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+@triton.jit(do_not_specialize=["layer", "window"], do_not_specialize_on_alignment=["positions_ptr"])  # of any row of many
 def _decode_attention_kernel(
     q_ptr, pool_ptr, out_ptr, sinks_ptr, partial_ptr, stats_ptr, counter_ptr, positions_ptr, table_rows_ptr, block_tables_ptr,
     layer, scale, softcap, window, stride_qt, stride_qh, stride_table, stride_block, stride_layer,
