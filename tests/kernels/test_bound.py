@@ -36,8 +36,7 @@ def test_a_bound_of_zero_writes_nothing(spec, case):
     assert not _scratch.scratch_of(CPU, 1, 1).counters.any()
 
 
-@pytest.mark.parametrize("tiles_of", [1, 3])
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 46, 1536), (2, 100, 520), (1, 62, 64)])
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "tiles_of"), [(1, 46, 1536, 1), (2, 100, 520, 3), (1, 62, 64, 3)])
 def test_many_tiles_in_a_program_change_no_bit(rows, outputs, inputs, tiles_of, monkeypatch):
     """Odd numbers of tiles and of steps, and a bound that is settled early."""
     monkeypatch.setattr(_small_linear, "device_sms", lambda device: 1)
