@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes ``text`` in one step, folders included: a reader sees all of it or what was there before. Raises ``OSError`` where it cannot."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes ``content`` in one step, folders included: a reader sees all of it or what was there before. Raises ``OSError`` where it cannot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb" if isinstance(content, bytes) else "w") as file:
+            file.write(content)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -183,14 +182,13 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     if not has_nvrtc():
-        return "the package cuda-bindings or its NVRTC is missing; install depthfx[cuda]"
+        return "the package cuda-bindings or its NVRTC is missing (install depthfx[cuda]), or NVRTC is of a later CUDA than the driver"
     code, version = importlib.import_module("cuda.bindings.driver").cuDriverGetVersion()
     if int(code) != 0 or version < MIN_DRIVER:
         return f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}; SWITCH nodes need 12.8"
     return None
 
 
-@cache
 class _Active(threading.local):
     switch: Switch | None = None
 
