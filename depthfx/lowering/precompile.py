@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -38,6 +39,7 @@ from depthfx.report import CACHES, CompileReport
 MIN_VARIANTS = 4
 _MAX_WORKERS = 14
 _SECONDS = 180.0  # after this long the workers are ended, and the main process compiles what is left
+_one_collects = threading.Lock()  # over Triton's hook
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,24 @@ def _tuples(value: Any) -> Any:
 
 
 class _NotLaunched:
-    """Stands in Triton's table of loaded kernels for one that is only to be collected: repeated launches then cost little."""
+    """Stands in Triton's table of loaded kernels for one that is only to be collected: repeated launches then cost little.
+
+    The table is of all threads, and one that serves meanwhile means its launch: it gets the kernel.
+    """
 
     function = packed_metadata = None
 
-    def run(self, *args: Any) -> None:
-        pass
+    def __init__(self, variant: Variant) -> None:
+        self._variant = variant
+
+    def run(self, x: int, y: int, z: int, stream: int, _function: None, _metadata: None, *args: Any) -> None:
+        if not is_collecting():
+            self._kernel.run(x, y, z, stream, self._kernel.function, self._kernel.packed_metadata, *args)
+
+    @cached_property
+    def _kernel(self) -> Any:
+        source, options, target = self._variant.source()
+        return triton.compile(source, target=target, options=options)
 
     def launch_metadata(self, *args: Any) -> None:
         pass
@@ -95,30 +109,36 @@ class _NotLaunched:
 
 @contextmanager
 def collected() -> Iterator[dict[Variant, None]]:
-    """Within the block no kernel that this process has not loaded yet is compiled or launched; the dict names them, in order."""
+    """Within the block no kernel that this process has not loaded yet is compiled or launched; the dict names them, in order.
+
+    That holds for this thread; other threads launch as ever, and wait where they want to collect too.
+    """
     found: dict[Variant, None] = {}
     target = triton.runtime.driver.active.get_current_target()
-    placed: list[tuple[dict[Any, Any], Any]] = []
+    placed: list[tuple[dict[Any, Any], Any, _NotLaunched]] = []
 
     def note(*, fn: Any, key: Any, compile: dict[str, Any], **_: Any) -> bool:
         if not is_collecting():  # another thread's, which is to run
             return False
-        found[Variant(fn.module, fn.name, compile["specialization_data"], (target.backend, target.arch, target.warp_size))] = None
+        variant = Variant(fn.module, fn.name, compile["specialization_data"], (target.backend, target.arch, target.warp_size))
+        found[variant] = None
         loaded = fn.jit_function.device_caches[compile["device"]][0]
-        loaded[key] = _NotLaunched()
-        placed.append((loaded, key))
+        loaded[key] = _NotLaunched(variant)
+        placed.append((loaded, key, loaded[key]))
         return True
 
-    before = triton.knobs.runtime.jit_cache_hook
-    triton.knobs.runtime.jit_cache_hook = note
-    set_collecting(True)
-    try:
-        yield found
-    finally:
-        set_collecting(False)
-        triton.knobs.runtime.jit_cache_hook = before
-        for loaded, key in placed:
-            del loaded[key]
+    with _one_collects:
+        before = triton.knobs.runtime.jit_cache_hook
+        triton.knobs.runtime.jit_cache_hook = note
+        set_collecting(True)
+        try:
+            yield found
+        finally:
+            set_collecting(False)
+            triton.knobs.runtime.jit_cache_hook = before
+            for loaded, key, placeholder in placed:
+                if loaded.get(key) is placeholder:  # else another thread has loaded the kernel meanwhile
+                    del loaded[key]
 
 
 class KernelWorkers:

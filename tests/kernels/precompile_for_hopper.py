@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections import Counter
 
 import torch
@@ -25,6 +26,40 @@ def _of_layers() -> dict[str, int]:
                 KERNELS.get("scatter_rows").launch(hidden, hidden[:5], step[row], counts, 0)
                 KERNELS.get("select_rows").launch(hidden, hidden, hidden, step[row])
     return dict(Counter(variant.function for variant in found))
+
+
+def _beside() -> dict[str, list]:
+    """What a thread that serves launches while this one collects the same variant, and whose turn it is where a third collects too."""
+    launched, turns = [], []
+
+    class Kernel:
+        function, packed_metadata = "loaded", "known"
+
+        def run(self, *args):
+            launched.append([str(a) for a in args[:6]])
+
+    def launch() -> None:
+        spec = KERNELS.get("rms_norm")
+        spec.launch(*spec.cases[0].inputs(torch.device("cpu"), torch.bfloat16, 0))
+
+    def collect() -> None:
+        with precompile.collected() as found:
+            launch()
+            turns.append(f"third, {len(found)} found")
+
+    compile_now, triton.compile = triton.compile, lambda source, target, options: Kernel()
+    with precompile.collected() as found:
+        launch()
+        serving, third = threading.Thread(target=launch), threading.Thread(target=collect)
+        serving.start()
+        serving.join()
+        launch()
+        third.start()
+        third.join(0.2)
+        turns.append(f"first, {len(found)} found")
+    third.join()
+    triton.compile = compile_now
+    return {"launched": launched, "turns": turns}
 
 
 def main() -> None:
@@ -58,7 +93,7 @@ def main() -> None:
         triton.compile(source, target=target, options=options)
     ended = [p.poll() is not None for p in processes]
     facts = {"before": before, "loaded": loaded, "ended": ended, "hook": hook is None, "lines": report.sections["caches"]}
-    print(json.dumps({**facts, "of_layers": _of_layers()}))
+    print(json.dumps({**facts, "of_layers": _of_layers(), **_beside()}))
 
 
 if __name__ == "__main__":

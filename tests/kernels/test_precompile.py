@@ -32,6 +32,9 @@ def test_workers_fill_the_cache_that_launches_read_and_one_may_die(tmp_path):
     assert f"{len(facts['before'])} of {len(facts['before'])} variants compiled" in facts["lines"][0]
     # a row of several layers' results is aligned by chance: no step may meet a kernel that the warm-up did not
     assert facts["of_layers"] == {"_scatter_rows_kernel": 1, "_select_rows_kernel": 1}
+    # a thread that serves meanwhile launches its kernel, and a second dry run waits for the end of the first
+    (launch,) = facts["launched"]
+    assert launch[3:] == ["0", "loaded", "known"] and facts["turns"] == ["first, 1 found", "third, 1 found"]
 
 
 def test_a_variant_that_fails_is_listed_with_its_reason(tmp_path):
