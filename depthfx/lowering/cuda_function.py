@@ -32,6 +32,16 @@ def _call(name: str, *args: Any) -> None:
         )
 
 
+def _enter_context() -> None:
+    """Make PyTorch's context current in a thread that has not used the device yet; the runtime does so by itself, the driver does not."""
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context:
+        _call("cuDeviceGet", ctypes.byref(device), torch.cuda.current_device())
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        _call("cuCtxSetCurrent", context)
+
+
 class TensorMap:
     """128 bytes that describe a tensor and the box of it that one copy takes; handed to a kernel by value."""
 
@@ -61,6 +71,7 @@ class CudaFunction:
 
     def __init__(self, code: bytes, name: str, threads: int, shared_bytes: int) -> None:
         """Raises :class:`DriverError` where the driver refuses the code."""
+        _enter_context()
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _call("cuModuleLoadData", ctypes.byref(module), code)
         _call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
@@ -69,6 +80,7 @@ class CudaFunction:
 
     def launch(self, programs: int, *args: TensorMap | torch.Tensor | int | None) -> None:
         """Queue it on the current stream; tensors are handed over as addresses (None: 0), numbers as 32-bit integers."""
+        _enter_context()
         held = [a.at if isinstance(a, TensorMap) else _argument(a) for a in args]
         pointers = (ctypes.c_void_p * len(held))(*(a if isinstance(a, int) else ctypes.addressof(a) for a in held))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

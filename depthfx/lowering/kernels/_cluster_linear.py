@@ -65,12 +65,19 @@ def launch_cluster(
     x: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, shift: torch.Tensor | None, layer_precision: torch.Tensor,
     layer: int, format: str, bias: torch.Tensor | None = None, activation: int = 0, splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """``x W^T`` with the given epilogue, in the precision that ``layer_precision[layer]`` says; ``splits`` replaces :func:`num_ranges`."""
+    """``x W^T`` with the given epilogue, in the precision that ``layer_precision[layer]`` says; ``splits`` replaces :func:`num_ranges`.
+
+    Raises ``ValueError`` for more ranges than steps of 64 columns: the kernel would wait for ever for a range without any.
+    """
     check_stored(upper, lower)
     num_rows, num_inputs = x.shape
     num_weights = upper.shape[0]
     num_outputs = num_weights // 2 if activation else num_weights
-    splits = splits or num_ranges(num_rows, num_weights, num_inputs, device_sms(x.device))
+    splits = num_ranges(num_rows, num_weights, num_inputs, device_sms(x.device)) if splits is None else splits
+    if not 1 <= splits <= num_inputs // STEP:
+        raise ValueError(
+            f"splits is {splits}; {num_inputs} columns can be cut in 1 to {num_inputs // STEP} ranges of {STEP} columns or more"
+        )
     tiles, pairs = -(-num_weights // TILE_WEIGHTS), -(-num_weights // (2 * TILE_WEIGHTS))
     row_tiles = -(-num_rows // TILE_ROWS)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
