@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -89,6 +91,39 @@ def test_a_captured_product_follows_the_flag():
         out.fill_(float("nan"))
         graph.replay()
         assert max_error(out, expected(x, weight if full else fast, None, None)) < TOLERANCE[torch.float16]
+
+
+def test_in_a_thread_that_has_used_no_device():
+    """Memory comes from PyTorch's cache, so the product may be the first that such a thread asks of the driver."""
+    x, upper, lower, shift, flags, _ = make(200, 512, 1024, "nested_e4m3", torch.float16, 1)
+    here = launch_cluster(x, upper, lower, shift, flags, 1, "nested_e4m3")
+    launch_cluster(x, upper, lower, shift, flags, 1, "nested_e4m3")  # leaves its memory to the thread
+    torch.cuda.synchronize()
+    there = []
+    thread = threading.Thread(target=lambda: there.append(launch_cluster(x, upper, lower, shift, flags, 1, "nested_e4m3")))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert len(there) == 1 and torch.equal(there[0], here)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "activation", "times"),
+    [(130, 16384, None, 16385), (130, 16384, "silu", 8193), (16400, 64, None, 16385)],
+    ids=["weights", "gated weights", "results"],
+)
+def test_numbers_beyond_31_bits(rows, inputs, activation, times):
+    """More than 2^31 weights, or results: 8 columns, many times over. Up to 10 GiB."""
+    gated = activation is not None
+    x, upper, lower, shift, flags, weight = make(rows, 16 if gated else 8, inputs, "nested_e4m3", torch.float16, 1)
+    want = expected(x, weight, None, activation)
+    upper, lower = (torch.cat([half.repeat(times, 1) for half in plane.chunk(2 if gated else 1)]) for plane in (upper, lower))
+    assert max(upper.numel(), rows * times * 8) > 1 << 31
+    code = gated_activation.activation_code(activation) if gated else 0
+    found = launch_cluster(x, upper, lower, shift, flags, 1, "nested_e4m3", None, code)
+    assert found.shape == (rows, 8 * times)
+    for some, those in zip(found.split(256), want.split(256), strict=True):
+        assert max_error(some.reshape(-1, times, 8), those[:, None].expand(-1, times, -1)) < TOLERANCE[torch.float16]
 
 
 def test_what_it_does_not_serve():
