@@ -123,8 +123,8 @@ def collected() -> Iterator[dict[Variant, None]]:
         variant = Variant(fn.module, fn.name, compile["specialization_data"], (target.backend, target.arch, target.warp_size))
         found[variant] = None
         loaded = fn.jit_function.device_caches[compile["device"]][0]
-        loaded[key] = _NotLaunched(variant)
-        placed.append((loaded, key, loaded[key]))
+        loaded[key] = placeholder = _NotLaunched(variant)
+        placed.append((loaded, key, placeholder))
         return True
 
     with _one_collects:
