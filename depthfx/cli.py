@@ -169,6 +169,14 @@ def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
     return loaded.to(device).eval(), tokenizer
 
 
+def compiled(model: Any) -> Any:
+    """The loaded model compiled; a nested checkpoint with its weights as they are."""
+    import depthfx
+    from depthfx.lowering.nested_linear import nested_linears
+
+    return depthfx.compile(model, weights="nested") if nested_linears(model) else depthfx.compile(model)
+
+
 def chat_ids(tokenizer: Any, question: str) -> list[int]:
     """Token ids of one user message in the chat template, ready to be answered."""
     turn = [{"role": "user", "content": question}]
@@ -313,10 +321,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    import depthfx
-
     model, _ = load(options.model, *place(options))
-    print(depthfx.compile(model).explain())
+    print(compiled(model).explain())
     return 0
 
 
@@ -324,7 +330,7 @@ def _generate(options: argparse.Namespace) -> int:
     import depthfx
 
     model, tokenizer = load(options.model, *place(options))
-    model = depthfx.compile(model)
+    model = compiled(model)
     prompt = chat_ids(tokenizer, options.prompt) if options.chat else tokenizer(options.prompt)["input_ids"]
     sampling = depthfx.SamplingParams(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed, eos_token_ids=eos_ids(model)

@@ -219,3 +219,14 @@ def test_compiling_twice():
         depthfx.compile(model, inductor=False, memory_budget_gib=1e-4)
     retried = depthfx.compile(model, inductor=False, kv_blocks=16)  # a refused attempt leaves a model that can be compiled
     assert alone(retried, [[5, 6]]) == alone(build("llama"), [[5, 6]])
+
+
+@pytest.mark.parametrize("given", ["What is the capital of France?", [1, 2, 3], {"input_ids": [1]}])
+def test_generate_takes_a_tensor_of_ids(given):
+    with pytest.raises(InvalidRequestError, match=rf"generate got {type(given).__name__} as inputs; it takes token ids as a tensor"):
+        compiled().generate(given, **GREEDY)
+
+
+def test_sampling_is_an_object():
+    with pytest.raises(InvalidRequestError, match=r"sampling is a dict; give depthfx.SamplingParams"):
+        compiled().engine.add([1, 2], {"max_new_tokens": 3})

@@ -282,8 +282,10 @@ def test_inspect_and_convert(tmp_path, capfd):
         tables.append(sorted(capfd.readouterr().out.splitlines()))
     assert tables[0] == tables[1]
     lines = tables[0]
-    assert len(lines) == 1 + 7 + 2  # a heading, seven linears without the LM head, two sums
+    assert len(lines) == 1 + 7 + 2 + 1  # a heading, seven linears without the LM head, two sums, the rule
+    assert "rule: the first format that holds every value of a weight: nested_e4m3, nested_e4m3_scaled, nested_e5m2, plain16" in lines
     by_name = {line.split()[0]: line for line in lines}
+    assert "nested_e4m3_scaled: " in cli.compiled(depthfx.load(tmp_path / "nested")).explain()  # as it is stored
     assert "nested_e4m3_scaled" in by_name["model.layers.0.self_attn.q_proj.weight"]
     down = by_name["model.layers.0.mlp.down_proj.weight"].split()
     assert down[4] == "nested_e4m3" and down[6:] == ["exact", "6,144", "6,144"] and 2 < float(down[5].rstrip("%")) < 3

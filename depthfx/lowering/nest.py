@@ -119,6 +119,12 @@ def split_rows(nested: NestedWeight, counts: Sequence[int]) -> list[NestedWeight
     return [NestedWeight(nested.format, *parts) for parts in zip(uppers, lowers, shifts, strict=True)]
 
 
+def rule() -> str:
+    """How formats are chosen, as text."""
+    names = [f.name for f in sorted((f for _, f in FORMATS.items()), key=lambda f: f.preference)]
+    return f"the first format that holds every value of a weight: {', '.join(names)}"
+
+
 def _choose(weight: torch.Tensor, first: str | None) -> NestedFormat:
     """The preferred format that covers every slice of rows; formats treat rows independently."""
     for form in sorted((f for _, f in FORMATS.items()), key=lambda f: (f.name != first, f.preference)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from depthfx.lowering.load_model import checked_tensor, open_folder
-from depthfx.lowering.nest import fast_error_of, nest_counted
+from depthfx.lowering.nest import fast_error_of, nest_counted, rule
 from depthfx.lowering.nested_checkpoint import TensorEntry, is_nested_checkpoint, read_manifest
 
 
@@ -62,7 +62,7 @@ def weight_table(rows: list[WeightRow]) -> str:
         lines.append(
             f"{r.name:<{width}}  {shape:>14}  {r.format:<18}  {r.fast_error:>8.2%}  {changed:>7}  {r.persistent_bytes:>11,}  {r.residual_bytes:>11,}"
         )
-    return "\n".join([*lines, *sum_lines(rows)])
+    return "\n".join([*lines, *sum_lines(rows), f"rule: {rule()}"])
 
 
 def sum_lines(rows: list[WeightRow]) -> list[str]:

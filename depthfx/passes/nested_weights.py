@@ -12,7 +12,7 @@ from torch import fx, nn
 from depthfx.errors import FormatError
 from depthfx.lowering import ops
 from depthfx.lowering.fp8_weight import Fp8Linear, quantize_weight
-from depthfx.lowering.nest import concatenate, nest_counted
+from depthfx.lowering.nest import concatenate, nest_counted, rule
 from depthfx.lowering.nested_format import NestedWeight
 from depthfx.lowering.nested_linear import NestedLinear, place_linear
 from depthfx.lowering.stored_weight import StoredWeight, joined_bytes, joined_view
@@ -76,6 +76,7 @@ class _Tally:
             ctx.report.add("weights kept as they are", line)
         if not self.layers:
             return
+        ctx.report.add("weights", f"rule: {rule()}")
         groups: dict[str, list[int]] = {}
         for layer, formats in sorted(self.layers.items()):
             groups.setdefault(", ".join(f"{n} x {name}" for name, n in sorted(formats.items())), []).append(layer)

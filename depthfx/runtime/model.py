@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from depthfx.errors import UnsupportedOptionError
+from depthfx.errors import InvalidRequestError, UnsupportedOptionError
 from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.report import CompileReport
 from depthfx.runtime import generation
@@ -92,6 +92,12 @@ class DepthModel:
         runs Hugging Face's own loop there if the model was compiled with ``on_unsupported="eager"``. ``generator`` (a
         ``torch.Generator``) may be given to seed sampling.
         """
+        given = kwargs.get("inputs", args[0] if args else None)
+        if given is not None and not isinstance(given, torch.Tensor):
+            raise InvalidRequestError(
+                f"generate got {type(given).__name__} as inputs; it takes token ids as a tensor [rows, tokens]: "
+                "model.generate(**tokenizer(text, return_tensors='pt'))"
+            )
         with generation.seeded_by(kwargs.pop("generator", None)):
             reason = NOT_COMPILED if self._depthfx.engine is None else generation.unsupported_argument(kwargs)
             if reason is not None:

@@ -210,6 +210,8 @@ def check_token(token: object, vocab_size: int, place: int | None = None) -> int
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises :class:`InvalidRequestError` if a value of ``sampling`` is out of its range."""
+    if not isinstance(sampling, SamplingParams):
+        raise InvalidRequestError(f"sampling is a {type(sampling).__name__}; give depthfx.SamplingParams(...)")
     s = sampling
     rules = (
         ("max_new_tokens", s.max_new_tokens, s.max_new_tokens >= 1, "at least 1"),

@@ -117,6 +117,8 @@ def _open(path: Path) -> _Source:
             source = _Source(path, hf_files(path), read_json(path / "config.json"))
         elif path.suffix == ".safetensors":
             source = _Source(path, TensorFiles(path.parent, dict.fromkeys(open_file(path).keys(), path.name)), None)
+        elif not path.exists():
+            raise SkipperError(f"{path} does not exist; give a skipper's folder or .safetensors file")
         else:
             raise SkipperError(f"{path} is neither a folder nor a .safetensors file; save other files as safetensors first")
     except CheckpointError as error:

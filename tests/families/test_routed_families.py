@@ -196,3 +196,26 @@ def test_rows_of_the_other_cohort_never_leak(name, gate, monkeypatch):
     with push(model, skipper, NEVER):  # an empty cohort
         for row, (request_id, tokens) in zip(RAGGED, serve_routed(engine, RAGGED, prefix="n").items(), strict=True):
             assert_greedy(name, skipper, row, tokens, request_id)
+
+
+@pytest.mark.parametrize(("name", "captured"), [("llama", False), ("llama", True), ("gemma3_text", True), ("cohere2", False)])
+def test_no_layer_reads_the_maps_of_another(name, captured, monkeypatch):
+    """Invariant 2: what was decided for a layer is garbage as soon as the layer has run, whether rows are gathered for it or all in place."""
+    own, seen = RoutedLayer.forward, []
+
+    def forward(self, hidden, order, counts, run_positions, choice, *rest):
+        out = own(self, hidden, order, counts, run_positions, choice, *rest)
+        for i, kept in enumerate((order, counts, run_positions, choice)):
+            kept.fill_(1 << 20 + i)
+        seen.append(self)
+        return out
+
+    monkeypatch.setattr(RoutedLayer, "forward", forward)
+    model, skipper = routed(name, "mlp")
+    engine = engine_over(model)
+    launch = engine._runner.forward
+    if captured:
+        engine._runner.forward = lambda uploaded, precision, routed: launch(uploaded, precision, routed, captured=routed)
+    for row, (request_id, tokens) in zip(RAGGED, serve_routed(engine, RAGGED).items(), strict=True):
+        assert_greedy(name, skipper, row, tokens, request_id)
+    assert len(seen) > 20 and len(set(seen)) == 2

@@ -69,6 +69,23 @@ def test_against_plain_products(rows, outputs, inputs, name, activation, splits,
     assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize(("name", "limit"), [("nested_e4m3", 1.875), ("nested_e5m2", 30000.0)])
+def test_every_code_comes_through(name, limit):
+    """Ones on the diagonal of x give the weights back. Larger codes of E5M2 are infinite in fast precision, and times 0 would spoil a sum."""
+    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    codes = codes[codes.abs() < limit]
+    codes = codes[torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))]
+    codes = torch.cat((codes, torch.ones(-len(codes) % 2048, dtype=torch.float16))).view(-1, 256).cuda()
+    nested = nest(codes, name)
+    assert nested.format == name
+    x = torch.eye(256, dtype=torch.float16, device="cuda")
+    for full in (1, 0):
+        flags = torch.tensor([full], dtype=torch.int32, device="cuda")
+        found = launch_cluster(x, nested.upper, nested.lower, nested.shift, flags, 0, name)
+        assert torch.equal(found.t().float(), plain_weight(nested.upper, nested.lower, nested.shift, name, bool(full)).float())
+        assert not full or torch.equal(found.t().float(), codes.float())
+
+
 def test_rows_apart_and_columns_of_a_wider_tensor():
     """x may be part of a wider matrix; rows behind the last one are neither read nor written."""
     x, upper, lower, shift, flags, weight = make(200, 256, 512, "nested_e4m3", torch.float16, 1)

@@ -16,6 +16,7 @@ from depthfx.records import SamplingParams
 from depthfx.skippers import make_skipper
 from tests.families.configs import build
 from tests.families.harness import prompts
+from tests.families.routed_cases import Router
 from tests.families.routed_reference import routed_answer
 
 PROMPTS = prompts((40, 33, 20, 7))
@@ -31,14 +32,16 @@ class Parity(Policy):
 
 def skipper_for(model, policy):
     torch.manual_seed(3)
-    return make_skipper(model, policy, "adapter", layers=(1, 2), **({"rate": 0.5, "seed": 3} if policy == "random_skip" else {}))
+    own = {"parity": Parity, "router": lambda: Router(model.config.hidden_size, 5)}
+    options = {"rate": 0.5, "seed": 3} if policy == "random_skip" else {}
+    return make_skipper(model, own[policy]() if policy in own else policy, "adapter", layers=(1, 2), **options)
 
 
 @cache
 def compiled(name, policy="random_skip", graphs=True, weights="16bit"):
     model = build(name, torch.float16, "cuda", num_hidden_layers=3)
     return depthfx.compile(
-        model, skipper=skipper_for(model, policy if policy == "random_skip" else Parity()), inductor=False, kv_blocks=96, max_batch_size=9,
+        model, skipper=skipper_for(model, policy), inductor=False, kv_blocks=96, max_batch_size=9,
         max_batch_tokens=128, cuda_graphs=graphs, weights=weights,
     )  # fmt: skip
 
@@ -67,7 +70,7 @@ def distance(a, b):
 def check(name, model, policy, depth="routed", tag="r", slack=0.03):
     """Logits against fp32 arithmetic over the same fp16 weights: ``slack`` of the largest, some ten roundings of fp16."""
     reference = build(name, torch.float16, "cuda", num_hidden_layers=3).float()
-    skipper = skipper_for(reference, policy if policy == "random_skip" else Parity())
+    skipper = skipper_for(reference, policy)
     for (key, (tokens, logits)), prompt in zip(served(model, depth, tag).items(), PROMPTS, strict=True):
         routed = (depth == "routed",) * 2
         expected = routed_answer(reference, name, skipper, prompt + tokens[:-1], len(prompt), key, routed).logits[len(prompt) - 1 :]
@@ -94,6 +97,23 @@ def test_routes_change_from_step_to_step_in_one_graph():
         positions = torch.arange(found.shape[1])
         assert found.shape[1] == len(prompt) + NEW - 1
         assert all(torch.equal(found[place], ((positions + place) % 2 == 0).to(torch.int8)) for place in range(2))
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["captured", "eager"])
+def test_a_router_decides_from_hidden_states(graphs):
+    """Captured and not; FP16 may take a row near the threshold the other way, and all that follows from it then differs."""
+    model = compiled("llama", "router", graphs=graphs)
+    model.engine.routes.record()
+    reference = build("llama", torch.float16, "cuda", num_hidden_layers=3).float()
+    skipper, alike = skipper_for(reference, "router"), 0
+    for (key, (tokens, logits)), prompt in zip(served(model, tag="q").items(), PROMPTS, strict=True):
+        answer = routed_answer(reference, "llama", skipper, prompt + tokens[:-1], len(prompt), key)
+        found = model.engine.routes.depth_map(key)
+        assert 0 < found.float().mean() < 1 and logits.isfinite().all()
+        if torch.equal(found.cpu(), answer.actions[:, : found.shape[1]].cpu()):
+            alike += 1
+            assert distance(logits, answer.logits[len(prompt) - 1 :]) < 0.03, key
+    assert alike >= len(PROMPTS) - 1
 
 
 def test_nested_weights_in_both_precisions():

@@ -112,15 +112,19 @@ def test_a_switch_takes_effect_at_the_next_plan():
 def test_64_requests_while_precision_switches_at_random():
     rng = random.Random(3)
     model = compiled("llama")
-    engine = engine_over(model, kv_blocks=48, max_batch_size=64, max_batch_tokens=128, max_chunk_tokens=96)
+    engine = engine_over(model, kv_blocks=256, max_batch_size=64, max_batch_tokens=512, max_chunk_tokens=512)
     rows = prompts(tuple(rng.randint(3, 40) for _ in range(64)), seed=5, shared=16)
-    answers = {engine.add(row, SamplingParams(max_new_tokens=rng.randint(2, 14))): [] for row in rows}
+    together = 0
+    answers = {engine.add(row, SamplingParams(max_new_tokens=rng.randint(12, 24))): [] for row in rows}
     while engine.has_unfinished():
         if rng.random() < 0.4:
             engine.set_precision(rng.choice(MODES))
-        for output in engine.step():
+        outputs = engine.step()
+        together = max(together, len(outputs))
+        for output in outputs:
             assert output.error is None, output.error
             answers[output.request_id] += output.new_token_ids
+    assert together == 64, "all of them in one step"
     stats = engine.stats()
     assert stats.kv.num_held == 0 and all(stats.steps_by_precision.values())
     assert all(answers.values())

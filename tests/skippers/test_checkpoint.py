@@ -187,6 +187,23 @@ def test_published_shapes(hidden, intermediate, count, kind, expected):
     assert names == set(layer_shapes())
 
 
+def test_a_checkpoint_of_published_size_loads(tmp_path):
+    """Llama-3-8B's own widths, one routed layer of two: 25 MiB on disk."""
+    g = torch.Generator().manual_seed(0)
+    state = {
+        f"model.layers.1.{name}": torch.randn(*size, generator=g, dtype=torch.float32).to(torch.bfloat16)
+        for name, size in layer_shapes(4096, 14336).items()
+    }
+    stated = {"num_hidden_layers": 2, "hidden_size": 4096, "intermediate_size": 14336, "routing_layers": [1]}
+    wide = model(torch.float16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2)
+    skipper = load_skipper(write(tmp_path, state, **stated), wide)
+    assert skipper.layers == (1,)
+    loaded = {**skipper.policies[0].state_dict(prefix="router."), **skipper.projectors[0].state_dict(prefix="router_proj.")}
+    assert {f"model.layers.1.{name}" for name in loaded} == set(state)
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, state[f"model.layers.1.{name}"].to(torch.float16)), name
+
+
 # ---- Refusals
 
 
@@ -256,6 +273,9 @@ def test_gate_mode_is_refused(tmp_path):
 
 
 def test_files_are_refused(tmp_path):
+    with pytest.raises(SkipperError, match=r"router.pt does not exist; give a skipper's folder"):
+        load_skipper(tmp_path / "router.pt", model())
+    (tmp_path / "router.pt").touch()
     with pytest.raises(SkipperError, match=r"neither a folder nor a .safetensors file"):
         load_skipper(tmp_path / "router.pt", model())
     with pytest.raises(SkipperError, match="missing or cannot be read"):
