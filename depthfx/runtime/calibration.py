@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,11 +54,24 @@ def depth_costs(
     if costs is None:
         start = time.perf_counter()
         costs = measure(runner, num_blocks, precision)
-        line += f", measured in {time.perf_counter() - start:.2f} s" + save_costs(path, identity, costs)
+        line += f", measured in {time.perf_counter() - start:.2f} s"
+        line += f"; not kept, for {why}" if (why := doubt(costs)) else save_costs(path, identity, costs)
     report.add(CACHES, line)
     for text in explain_costs(costs, rule):
         report.add("depth", text)
     return costs
+
+
+def doubt(costs: DepthCosts) -> str | None:
+    """Why ``costs`` are not what this device costs but what something beside it did; None if nothing speaks for that."""
+    for steps in (costs.decode, costs.prefill):
+        for few, many in pairwise(steps):
+            if many.dense > 2 * few.dense * many.rows / few.rows:
+                return f"{many.rows} rows took {1e3 * many.dense:.1f} ms where {few.rows} took {1e3 * few.dense:.1f}: something else was at work"
+        for step in steps:
+            if step.overhead > 2 * step.dense:
+                return f"routing {step.rows} rows took {1e3 * step.overhead:.1f} ms more than {1e3 * step.dense:.1f}: something else was at work"
+    return None
 
 
 def measure(runner: Runner, num_blocks: int, precision: bytes = b"") -> DepthCosts:

@@ -14,7 +14,7 @@ import depthfx
 from depthfx.api import _costs_key
 from depthfx.errors import InvalidRequestError, SettingError
 from depthfx.records import SamplingParams
-from depthfx.runtime.calibration import calibrate_again, load_costs, measure, save_costs
+from depthfx.runtime.calibration import calibrate_again, doubt, load_costs, measure, save_costs
 from depthfx.runtime.depth_control import DepthControl, DepthCosts, StepCost
 from tests.families.configs import build
 from tests.families.harness import alone, engine_over, prompts
@@ -247,6 +247,16 @@ def test_costs_are_kept_and_nothing_else_is_believed(tmp_path):
                   replace(CHEAP, decode=CHEAP.decode * 2), replace(CHEAP, decode=(StepCost(1, 1.0, 0.0, -1.0),))):  # fmt: skip
         save_costs(path, "me", wrong)
         assert load_costs(path, "me")[0] is None, wrong
+
+
+def test_costs_that_a_busy_host_made_are_not_kept():
+    """In proportion to the rows is the most that more rows can take, with room for noise."""
+    fine = DepthCosts(1e11, 1e11, 1000, 8, (StepCost(1, 0.02, 0.001), StepCost(4, 0.07, 0.004)), (StepCost(32, 0.1, 0.0), StepCost(128, 0.5, 0.2)))
+    assert doubt(fine) is None
+    late = replace(fine, decode=(StepCost(1, 0.02823, 0.0), StepCost(4, 0.539, 0.0)))
+    assert doubt(late) == "4 rows took 539.0 ms where 1 took 28.2: something else was at work"
+    routed = replace(fine, prefill=(StepCost(32, 0.1, 0.247),))
+    assert doubt(routed) == "routing 32 rows took 247.0 ms more than 100.0: something else was at work"
 
 
 def test_a_second_compilation_reads_them(tmp_path):
