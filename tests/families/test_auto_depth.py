@@ -251,7 +251,9 @@ def test_costs_are_kept_and_nothing_else_is_believed(tmp_path):
 
 def test_costs_that_a_busy_host_made_are_not_kept():
     """In proportion to the rows is the most that more rows can take, with room for noise."""
-    fine = DepthCosts(1e11, 1e11, 1000, 8, (StepCost(1, 0.02, 0.001), StepCost(4, 0.07, 0.004)), (StepCost(32, 0.1, 0.0), StepCost(128, 0.5, 0.2)))
+    fine = DepthCosts(
+        1e11, 1e11, 1000, 8, (StepCost(1, 0.02, 0.001), StepCost(4, 0.07, 0.004)), (StepCost(32, 0.1, 0.0), StepCost(128, 0.5, 0.2))
+    )
     assert doubt(fine) is None
     late = replace(fine, decode=(StepCost(1, 0.02823, 0.0), StepCost(4, 0.539, 0.0)))
     assert doubt(late) == "4 rows took 539.0 ms where 1 took 28.2: something else was at work"
