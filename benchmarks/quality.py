@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import torch
 import depthfx
 from depthfx.lowering.nested_format import FORMATS, choose_format
 from depthfx.lowering.nested_linear import linears_to_nest
-from depthfx.records import Chunk, SamplingParams, StepPlan
+from depthfx.records import SamplingParams
+from depthfx.runtime.prompt_logits import prompt_logits
 from depthfx.smollm2 import load_smollm2
 
 ARMS = ("full", "fast", "fp8", "formats")
@@ -37,25 +37,9 @@ def read_text(paths: list[Path]) -> str:
     return "\n\n".join(parts)
 
 
-@torch.inference_mode()
 def logits_of(model: Any, token_ids: list[int], routed: bool = False) -> torch.Tensor:
-    """Logits ``[T, V]`` float32 of every position of one prompt, from one prefill step of the compiled program, dense or routed."""
-    engine = model.engine
-    runner = engine._runner
-    num_blocks = -(-len(token_ids) // runner.shape.kv.block_tokens)
-    engine.forget_prefixes()  # the step below writes into blocks that the engine believes free
-    chunk = Chunk("text", 0, 0, tuple(token_ids), -1, True, 0, SamplingParams(), routed=routed)
-    precision = engine._scheduler.precision
-    plan = StepPlan(-1, (), (chunk,), tuple((0, column, column) for column in range(num_blocks)), precision)
-    hint = runner.flags.send(precision)
-    uploaded = runner.staging.upload(plan, None, routed)
-    inputs = runner.prepare(uploaded, hint)
-    everything = torch.arange(len(token_ids), device=runner.device)
-    engine._scheduler.manager.resend_tables()
-    if not routed:
-        return runner.program(replace(inputs, logit_rows=everything)).float()
-    asked = {"request_ids": uploaded.request_ids.long(), "is_prompt": uploaded.is_prompt.bool(), "forced_run": uploaded.forced_run}
-    return runner.routed(replace(inputs, logit_rows=everything, route_tape=runner.tape, captured=False, **asked)).float()
+    """Logits ``[T, V]`` float32 of every position of one prompt, dense or routed."""
+    return prompt_logits(model.engine, token_ids, routed)
 
 
 def measure(

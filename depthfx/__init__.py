@@ -9,11 +9,11 @@ from depthfx.settings import ElasticMemory, Settings
 
 if TYPE_CHECKING:
     from depthfx.alloc.pool.memory_pool import MemoryPool
-    from depthfx.api import compile
+    from depthfx.api import compile, measure_sensitivity
     from depthfx.lowering.load_model import load
 
 __version__ = "0.1.0"
-__all__ = ["ElasticMemory", "MemoryPool", "SamplingParams", "Settings", "__version__", "compile", "load"]
+__all__ = ["ElasticMemory", "MemoryPool", "SamplingParams", "Settings", "__version__", "compile", "load", "measure_sensitivity"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,4 +30,8 @@ def __getattr__(name: str) -> Any:
         from depthfx.alloc.pool.memory_pool import MemoryPool
 
         return MemoryPool
+    if name == "measure_sensitivity":
+        from depthfx.api import measure_sensitivity
+
+        return measure_sensitivity
     raise AttributeError(f"module 'depthfx' has no attribute {name!r}")

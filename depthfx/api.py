@@ -40,6 +40,7 @@ from depthfx.runtime.reclaim import close_with, reclaim
 from depthfx.runtime.routes import RouteLog
 from depthfx.runtime.runner import Runner
 from depthfx.runtime.scheduler import Scheduler
+from depthfx.runtime.sensitivity import measure_sensitivity as measure_sensitivity
 from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, runner_shape, size_kv_blocks
 from depthfx.runtime.timeline import Timeline
 from depthfx.runtime.warmup import precompile_kernels

@@ -48,12 +48,13 @@ class ElasticMemory(_Named):
     dwell_s: float = 0.2  # seconds that pressure must be away before restoring begins
     patience_s: float = 0.25  # a prompt that waits longer to begin makes steps fast in all layers; inf: KV alone counts, as in the paper
     order: tuple[int, ...] | None = None  # layers in the order in which they give their residuals; None: as they run
+    profile: str | None = None  # file of `depthfx.measure_sensitivity(...).save`: layers that suffer least give first; instead of `order`
     whole_model: bool = False  # full precision returns for all layers at once, as in the paper, not layer by layer
     verify: bool = False  # debugging: poison what is lent and hash what was restored
 
     def __post_init__(self) -> None:
         hints = get_type_hints(ElasticMemory)
-        for name in ("budget_gib", "unit_mib", "low", "high", "dwell_s", "patience_s", "whole_model", "verify"):
+        for name in ("budget_gib", "unit_mib", "low", "high", "dwell_s", "patience_s", "profile", "whole_model", "verify"):
             _check_type(name, getattr(self, name), hints[name], "memory")
         if self.policy not in get_args(MemoryPolicy):
             raise SettingError(f"memory policy={self.policy!r} must be one of {get_args(MemoryPolicy)}")
@@ -72,6 +73,8 @@ class ElasticMemory(_Named):
         order = () if self.order is None else self.order
         if not isinstance(order, tuple) or any(type(layer) is not int for layer in order) or len(set(order)) != len(order):
             raise SettingError(f"memory order={self.order!r} must be a tuple of layer numbers that names no layer twice")
+        if self.order is not None and self.profile is not None:
+            raise SettingError(f"memory order={self.order!r} and profile={self.profile!r} both say which layer gives first; leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)

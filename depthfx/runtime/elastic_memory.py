@@ -23,6 +23,7 @@ from depthfx.errors import MemoryStateError, SettingError
 from depthfx.lowering.stored_weight import StoredWeight
 from depthfx.records import KvShape
 from depthfx.report import CompileReport
+from depthfx.runtime.lending_profile import Sensitivity
 from depthfx.runtime.reclaim import close_later
 from depthfx.settings import ElasticMemory
 
@@ -132,9 +133,9 @@ def plan_units(weights: Sequence[StoredWeight], kv: KvShape, num_entries: int, n
                granularity: int) -> tuple[UnitLayout, list[tuple[StoredWeight, int]]]:  # fmt: skip
     """Where every residual tensor and unit lies: entries one after another in lending order, tensors at multiples of 256 bytes.
 
-    Raises :class:`SettingError` for an ``order`` that names an unknown layer, or if nothing can be lent.
+    Raises :class:`SettingError` for an ``order`` or a ``profile`` that does not fit the model, or if nothing can be lent.
     """
-    order = _lending_order(settings.order, kv.num_layers, num_entries)
+    order = _lending_order(settings, kv.num_layers, num_entries)
     block = kv.block_bytes
     spans, placed, at = [(0, 0)] * num_entries, [], 0
     for entry in order:
@@ -216,7 +217,15 @@ def _move_back(moved: list[tuple[StoredWeight, int]], backup: HostBackup) -> Non
         weight.move(lower=content.to(weight.upper.device, copy=True).view(weight.lower.shape))
 
 
-def _lending_order(order: tuple[int, ...] | None, num_layers: int, num_entries: int) -> list[int]:
+def _lending_order(settings: ElasticMemory, num_layers: int, num_entries: int) -> list[int]:
+    order = settings.order
+    if settings.profile is not None:
+        found = Sensitivity.load(settings.profile)
+        if len(found.layers) != num_layers:
+            raise SettingError(
+                f"memory profile={settings.profile!r} is of {len(found.layers)} layers; the model has {num_layers}: measure it"
+            )
+        order = found.order
     unknown = [layer for layer in order or () if not 0 <= layer < num_layers]
     if unknown:
         raise SettingError(f"memory order names layer {unknown[0]}; the model has layers 0 to {num_layers - 1}")

@@ -1,0 +1,43 @@
+"""How much each layer suffers from fast precision, measured: the layer that suffers least gives its residual first (paper DPS, IV.C, leaves the order open)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from depthfx.errors import InvalidRequestError
+from depthfx.runtime.lending_profile import Sensitivity
+from depthfx.runtime.prompt_logits import prompt_logits
+
+if TYPE_CHECKING:
+    from depthfx.runtime.model import DepthModel
+
+
+def measure_sensitivity(model: DepthModel, prompts: Iterable[Sequence[int]]) -> Sensitivity:
+    """The profile of ``model``, compiled with ``weights="nested"``, over ``prompts`` of token ids: one prefill a layer and prompt.
+
+    The engine must be idle; its precision is as before afterwards. Raises :class:`InvalidRequestError` without prompts, and what
+    `set_precision` raises for models of other weights.
+    """
+    engine, texts = model.engine, [list(p) for p in prompts]
+    if not texts:
+        raise InvalidRequestError("no prompts to measure with; give a few of the text that the model will serve")
+    before = engine._scheduler.wanted
+    num_layers = sum(name != "head" for name in engine.precision())
+    try:
+        engine.set_precision("full")
+        exact = [torch.log_softmax(prompt_logits(engine, ids), -1) for ids in texts]
+        layers = []
+        for layer in range(num_layers):
+            engine.set_precision({**dict.fromkeys(range(num_layers), "full"), layer: "fast"})
+            layers.append(_divergence(exact, [torch.log_softmax(prompt_logits(engine, ids), -1) for ids in texts]))
+    finally:
+        engine._scheduler.wanted = before
+    return Sensitivity(tuple(layers))
+
+
+def _divergence(exact: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    total = sum(float((p.double().exp() * (p - q).double()).sum()) for p, q in zip(exact, found, strict=True))
+    return max(0.0, total / sum(len(p) for p in exact))  # below 0 by rounding alone
