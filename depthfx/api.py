@@ -20,6 +20,7 @@ from depthfx.lowering.fp8_weight import Fp8Linear
 from depthfx.lowering.kernel_spec import is_hopper
 from depthfx.lowering.kernels.partition_rows import MAX_ROWS as MAX_ROUTED_ROWS
 from depthfx.lowering.nested_linear import nested_linears
+from depthfx.lowering.nvrtc import has_nvrtc
 from depthfx.lowering.precompile import KernelWorkers
 from depthfx.lowering.tile_store import device_kind, use_stored_tiles
 from depthfx.passes.pipeline import Program, build_program
@@ -179,6 +180,10 @@ def _report_portable(settings: Settings, device: torch.device, report: CompileRe
         report.add("kernels", "prefill attention and nested products take the portable kernels: those for Hopper need Triton 3.6")
     if settings.weights == "nested" and not ops.has_fp8_rows(device):
         report.add("kernels", f"fast precision keeps 16-bit activations: FP8 ones need CUDA 12.9, this PyTorch has {torch.version.cuda}")
+    if settings.weights == "nested" and not has_nvrtc():
+        report.add(
+            "kernels", "nested weights are joined in front of products of many rows, not inside: that needs NVRTC, install depthfx[cuda]"
+        )
 
 
 def _assemble(

@@ -63,7 +63,10 @@ def depth_costs(
 
 
 def doubt(costs: DepthCosts) -> str | None:
-    """Why ``costs`` are not what this device costs but what something beside it did; None if nothing speaks for that."""
+    """Why ``costs`` are not what this device costs but what something beside it did; None if nothing speaks for that.
+
+    More rows take at most their share more, and a step is not made twice to be routed; factors of 2 beyond that are room for noise.
+    """
     for steps in (costs.decode, costs.prefill):
         for few, many in pairwise(steps):
             if many.dense > 2 * few.dense * many.rows / few.rows:

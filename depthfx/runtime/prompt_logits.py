@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 def prompt_logits(engine: Engine, token_ids: Sequence[int], routed: bool = False) -> torch.Tensor:
     """Logits ``[T, V]`` float32 of all ``token_ids``, dense or ``routed``, in the precision that the engine has now.
 
-    Nothing may be under way, and at most `max_batch_tokens` tokens go into a step: :class:`InvalidRequestError`. Prefixes are forgotten, since
-    the step writes into blocks that the engine believes free.
+    Nothing may be under way, and the tokens must fit one step and the KV blocks that are never lent: :class:`InvalidRequestError`. Prefixes are
+    forgotten, since the step writes into blocks that the engine believes free.
     """
-    runner = cast("Runner", engine._runner)
+    runner, manager = cast("Runner", engine._runner), engine._scheduler.manager
     if engine.has_unfinished():
         raise InvalidRequestError("logits of a prompt are computed by an idle engine; finish or abort its requests first")
-    if not 0 < len(token_ids) <= runner.shape.max_batch_tokens:
+    most = min(runner.shape.max_batch_tokens, manager.max_full_tokens)
+    if not 0 < len(token_ids) <= most:
         raise InvalidRequestError(
-            f"{len(token_ids)} tokens do not fit one step; 1 to max_batch_tokens={runner.shape.max_batch_tokens} are allowed"
+            f"{len(token_ids)} tokens do not fit one step; 1 to {most} are allowed, for max_batch_tokens={runner.shape.max_batch_tokens} and "
+            f"{manager.max_full_tokens} tokens of KV: shorten the prompt or compile with more of them"
         )
     num_blocks = -(-len(token_ids) // runner.shape.kv.block_tokens)
     engine.forget_prefixes()
@@ -39,7 +41,7 @@ def prompt_logits(engine: Engine, token_ids: Sequence[int], routed: bool = False
     uploaded = runner.staging.upload(plan, None, routed)
     inputs = runner.prepare(uploaded, hint)
     everything = torch.arange(len(token_ids), device=runner.device)
-    engine._scheduler.manager.resend_tables()
+    manager.resend_tables()
     if not routed:
         return runner.program(replace(inputs, logit_rows=everything)).float()
     assert runner.routed is not None

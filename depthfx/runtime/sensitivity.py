@@ -9,6 +9,7 @@ import torch
 
 from depthfx.errors import InvalidRequestError
 from depthfx.runtime.lending_profile import Sensitivity
+from depthfx.runtime.precision import named
 from depthfx.runtime.prompt_logits import prompt_logits
 
 if TYPE_CHECKING:
@@ -18,23 +19,29 @@ if TYPE_CHECKING:
 def measure_sensitivity(model: DepthModel, prompts: Iterable[Sequence[int]]) -> Sensitivity:
     """The profile of ``model``, compiled with ``weights="nested"``, over ``prompts`` of token ids: one prefill a layer and prompt.
 
-    The engine must be idle; its precision is as before afterwards. Raises :class:`InvalidRequestError` without prompts, and what
-    `set_precision` raises for models of other weights.
+    The engine must be idle; residuals that are lent are restored first, and its precision is as before afterwards. Raises
+    :class:`InvalidRequestError` without prompts or where a layer stays fast, and what `set_precision` raises for models of other weights.
     """
     engine, texts = model.engine, [list(p) for p in prompts]
     if not texts:
         raise InvalidRequestError("no prompts to measure with; give a few of the text that the model will serve")
-    before = engine._scheduler.wanted
-    num_layers = sum(name != "head" for name in engine.precision())
+    before = named(engine._scheduler.wanted, engine.layers)
+    engine.restore()
+    engine.set_precision("full")
     try:
-        engine.set_precision("full")
+        modes = engine.precision()
+        if stuck := [name for name, mode in modes.items() if mode != "full"]:
+            raise InvalidRequestError(
+                f"layer {stuck[0]} stays fast, so full precision cannot be compared with; see memory() and the memory policy"
+            )
+        num_layers = sum(name != "head" for name in modes)
         exact = [torch.log_softmax(prompt_logits(engine, ids), -1) for ids in texts]
         layers = []
         for layer in range(num_layers):
             engine.set_precision({**dict.fromkeys(range(num_layers), "full"), layer: "fast"})
             layers.append(_divergence(exact, [torch.log_softmax(prompt_logits(engine, ids), -1) for ids in texts]))
     finally:
-        engine._scheduler.wanted = before
+        engine.set_precision(before)
     return Sensitivity(tuple(layers))
 
 

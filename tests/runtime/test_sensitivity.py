@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import depthfx
-from depthfx.errors import InvalidRequestError, SettingError
+from depthfx.errors import InvalidRequestError, SettingError, UnsupportedOptionError
 from depthfx.records import SamplingParams
 from depthfx.runtime.elastic_memory import plan_units
 from depthfx.runtime.lending_profile import Sensitivity
@@ -39,8 +39,9 @@ def test_the_profile_ranks_layers_and_changes_nothing(tmp_path):
     assert Sensitivity.load(tmp_path / "profile.json") == found
     with pytest.raises(InvalidRequestError, match="no prompts to measure with"):
         depthfx.measure_sensitivity(model, [])
-    with pytest.raises(InvalidRequestError, match=r"600 tokens do not fit one step; 1 to max_batch_tokens="):
+    with pytest.raises(InvalidRequestError, match=r"600 tokens do not fit one step; 1 to \d+ are allowed, for max_batch_tokens="):
         depthfx.measure_sensitivity(model, [[1] * 600])
+    assert model.precision() == {0: "full", 1: "full", 2: "fast"}
     model.engine.add([1, 2, 3], SamplingParams(max_new_tokens=2), "busy")
     with pytest.raises(InvalidRequestError, match="computed by an idle engine"):
         depthfx.measure_sensitivity(model, TEXTS)
@@ -57,6 +58,32 @@ def test_what_suffers_least_lends_first(tmp_path):
     assert list(dict.fromkeys(weight.entry for weight, _ in placed)) == [1, 2, 0]
     assert [first for _, first in placed] == sorted(first for _, first in placed)
     model.engine.close()
+
+
+def test_blocks_of_lent_units_are_not_written():
+    """A prompt that fits a step but not the blocks that are always KV would be written over residuals."""
+    model = nested(memory=depthfx.ElasticMemory(unit_mib=0.01), **{**LENDING, "kv_blocks": 4})
+    base = model.engine._scheduler.manager.max_full_tokens
+    assert base < LENDING["max_batch_tokens"]
+    depthfx.measure_sensitivity(model, [[1] * base])
+    with pytest.raises(
+        InvalidRequestError, match=rf"{base + 1} tokens do not fit one step; 1 to {base} are allowed, for .* and {base} tokens of KV"
+    ):
+        depthfx.measure_sensitivity(model, [[1] * (base + 1)])
+    model.engine.close()
+
+
+def test_weights_of_one_precision_have_no_profile():
+    model = depthfx.compile(exact("llama", num_hidden_layers=3), inductor=False, kv_blocks=16)
+    with pytest.raises(UnsupportedOptionError):
+        depthfx.measure_sensitivity(model, TEXTS)
+
+
+def test_a_layer_that_stays_fast_cannot_be_measured(monkeypatch):
+    model = nested(kv_blocks=64, max_batch_size=8)
+    monkeypatch.setattr(model.engine, "precision", lambda: {0: "full", 1: "fast", 2: "full"})
+    with pytest.raises(InvalidRequestError, match="layer 1 stays fast, so full precision cannot be compared with"):
+        depthfx.measure_sensitivity(model, TEXTS)
 
 
 @pytest.mark.parametrize(("text", "message"), [
