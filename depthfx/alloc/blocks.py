@@ -27,8 +27,9 @@ class BlockPool:
     def __init__(self, num_blocks: int, num_open: int | None = None, on_evict: Callable[[int], None] | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_open = num_blocks if num_open is None else num_open
-        self._free = list(range(self.num_open))  # a heap of free blocks, and of those in _stale
-        self._stale: set[int] = set()  # closed while free: they leave the heap when they come to its top
+        self._free = list(range(self.num_open))  # a heap of free blocks, and of stale ones
+        self._listed = bytearray(b"\1") * self.num_open + bytearray(num_blocks - self.num_open)  # 1: stands in the heap
+        self._num_stale = 0  # closed while free: they leave the heap when they come to its top, unless they are opened before
         self._closed = bytearray(self.num_open) + b"\1" * (num_blocks - self.num_open)
         self._num_own = self.num_open  # blocks below are never closed
         self._cached: OrderedDict[int, None] = OrderedDict()  # those below _num_own, oldest first
@@ -44,7 +45,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks with no content that anyone could reuse."""
-        return len(self._free) - len(self._stale)
+        return len(self._free) - self._num_stale
 
     @property
     def num_cached(self) -> int:
@@ -54,7 +55,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that :meth:`take` can hand out."""
-        return len(self._free) - len(self._stale) + len(self._cached) + len(self._lent)
+        return len(self._free) - self._num_stale + len(self._cached) + len(self._lent)
 
     @property
     def num_held(self) -> int:
@@ -81,23 +82,21 @@ class BlockPool:
 
     def take(self) -> int:
         """Hands out one block with unspecified content, held once. Raises :class:`InternalError` if none is available."""
+        return self.take_some(1)[0]
+
+    def take_some(self, most: int) -> list[int]:
+        """Hands out at least one block and up to ``most``, ascending: those that :meth:`take` would give one after another, free ones at once.
+
+        Raises :class:`InternalError` if none is available.
+        """
         own_first = bool(self._cached) and self.num_open > self._num_own
         lowest = self._lowest_lent()
-        block = self._pop_free(self._num_own if own_first else self.num_blocks if lowest is None else lowest)
-        if block is None:
-            if self._cached:
-                block, _ = self._cached.popitem(last=False)
-            elif lowest is not None:
-                block = lowest
-                del self._lent[block]
-            else:
-                raise InternalError("no KV block is available; ask for num_available before taking blocks")
-            if self._on_evict is not None:
-                self._on_evict(block)
-            self._unpublish(block)
-        self._chains[block] = None
-        self._holders[block] = 1
-        return block
+        end = self._num_own if own_first else self.num_blocks if lowest is None else lowest
+        blocks = self._pop_free(end, most) or [self._reclaim(lowest)]
+        for block in blocks:
+            self._chains[block] = None
+            self._holders[block] = 1
+        return blocks
 
     def share(self, block: int) -> None:
         """Adds a holder to a held or cached block."""
@@ -116,7 +115,7 @@ class BlockPool:
         if self._holders[block]:
             return False
         if self._keys[block] is None:
-            heappush(self._free, block)
+            self._push_free(block)
         else:
             self._cache_of(block)[block] = None
             if block >= self._num_own:
@@ -125,36 +124,37 @@ class BlockPool:
 
     def open(self, blocks: range) -> None:
         """Makes closed blocks free, with unspecified content. Raises :class:`InternalError`, and changes nothing, if one is open."""
-        closed = b"\1" * len(blocks)
-        if self._closed[blocks.start : blocks.stop] != closed:
+        place, ones = slice(blocks.start, blocks.stop), b"\1" * len(blocks)
+        if self._closed[place] != ones:
             raise InternalError(f"KV blocks {blocks.start} to {blocks.stop - 1} are opened, but not all of them are closed")
-        self._closed[blocks.start : blocks.stop] = bytes(len(blocks))
+        self._closed[place] = bytes(len(blocks))
         self.num_open += len(blocks)
-        if len(self._free) == len(self._stale):  # no block is free, as when a unit is lent
-            self._stale.clear()
-            self._free = list(blocks)
+        if len(self._free) == self._num_stale:  # no block is free, as when a unit is lent
+            self._free, self._listed, self._num_stale = list(blocks), bytearray(self.num_blocks), 0
+            self._listed[place] = ones
             return
-        again = self._stale.intersection(blocks)  # these are in the heap still
-        self._stale -= again
-        for block in blocks if len(again) < len(blocks) else ():
-            if block not in again:
-                heappush(self._free, block)
+        num_listed = self._listed[place].count(1)
+        self._num_stale -= num_listed
+        for block in blocks if num_listed < len(blocks) else ():
+            if not self._listed[block]:
+                self._push_free(block)
 
     def close(self, blocks: range) -> None:
         """Takes blocks that nobody holds out of use; cached ones are forgotten.
 
         Raises :class:`InternalError`, and changes nothing, if one is held or closed.
         """
-        for block in blocks:
-            if self._closed[block] or self._holders[block]:
-                raise InternalError(f"KV block {block} is closed, but it is {'closed already' if self._closed[block] else 'held'}")
-        for block in blocks:
-            if block in self._cache_of(block):
+        place = slice(blocks.start, blocks.stop)
+        if any(self._closed[place]) or any(self._holders[place]):
+            block = next(block for block in blocks if self._closed[block] or self._holders[block])
+            raise InternalError(f"KV block {block} is closed, but it is {'closed already' if self._closed[block] else 'held'}")
+        num_listed = self._listed[place].count(1)
+        for block in blocks if num_listed < len(blocks) else ():
+            if not self._listed[block]:  # cached
                 del self._cache_of(block)[block]
                 self._unpublish(block)
-            else:
-                self._stale.add(block)
-        self._closed[blocks.start : blocks.stop] = b"\1" * len(blocks)
+        self._num_stale += num_listed
+        self._closed[place] = b"\1" * len(blocks)
         self.num_open -= len(blocks)
 
     def relocate(self, sources: Sequence[int], end: int) -> list[tuple[int, int]]:
@@ -163,14 +163,12 @@ class BlockPool:
         Holders, chain and key go along; the caller copies the content. Targets are free blocks, the lowest first, then cached ones, oldest
         first. Returns nothing, and changes nothing, if there are too few. Takes time for each cached block.
         """
-        targets: list[int] = []
-        while len(targets) < len(sources) and (block := self._pop_free(end)) is not None:
-            targets.append(block)
+        targets = self._pop_free(end, len(sources))
         num_free = len(targets)
         targets += [block for cache in (self._cached, self._lent) for block in cache if block < end][: len(sources) - num_free]
         if len(targets) < len(sources):
             for block in targets[:num_free]:
-                heappush(self._free, block)
+                self._push_free(block)
             return []
         for block in targets[num_free:]:
             del self._cache_of(block)[block]
@@ -222,12 +220,12 @@ class BlockPool:
         cache = self._cache_of(block)
         if block in cache:
             del cache[block]
-            heappush(self._free, block)
+            self._push_free(block)
 
     def check(self, holders: list[int]) -> None:
         """Compares the pool with ``holders`` (how often each block stands in a table); raises :class:`InternalError`."""
         self._check_heap()
-        free = set(self._free) - self._stale
+        free = {block for block in self._free if not self._closed[block]}
         for block in range(self.num_blocks):
             if self._holders[block] != holders[block]:
                 raise InternalError(f"KV block {block} counts {self._holders[block]} holders, but {holders[block]} table entries name it")
@@ -254,13 +252,38 @@ class BlockPool:
             self._lent_heap = heap = sorted(lent)
         return heap[0] if heap else None
 
-    def _pop_free(self, end: int) -> int | None:
-        while self._free and self._free[0] < end:
-            block = heappop(self._free)
-            if block not in self._stale:
-                return block
-            self._stale.remove(block)
-        return None
+    def _push_free(self, block: int) -> None:
+        heappush(self._free, block)
+        self._listed[block] = 1
+
+    def _pop_free(self, end: int, most: int) -> list[int]:
+        """Up to ``most`` free blocks below ``end``, the lowest first."""
+        free, listed, closed, found = self._free, self._listed, self._closed, list[int]()
+        if len(free) <= most and not self._num_stale and end == self.num_blocks:  # all of them, as behind a loan
+            self._free, self._listed = [], bytearray(self.num_blocks)
+            return sorted(free)
+        while free and free[0] < end and len(found) < most:
+            block = heappop(free)
+            listed[block] = 0
+            if closed[block]:
+                self._num_stale -= 1
+            else:
+                found.append(block)
+        return found
+
+    def _reclaim(self, lowest: int | None) -> int:
+        """Takes the next cached block from its content; ``lowest`` is :meth:`_lowest_lent`."""
+        if self._cached:
+            block, _ = self._cached.popitem(last=False)
+        elif lowest is not None:
+            block = lowest
+            del self._lent[block]
+        else:
+            raise InternalError("no KV block is available; ask for num_available before taking blocks")
+        if self._on_evict is not None:
+            self._on_evict(block)
+        self._unpublish(block)
+        return block
 
     def _move(self, source: int, target: int) -> None:
         key = self._keys[target] = self._keys[source]
@@ -270,7 +293,7 @@ class BlockPool:
             self._index[key] = target
         self._keys[source] = self._chains[source] = None
         self._holders[source] = 0
-        heappush(self._free, source)
+        self._push_free(source)
 
     def _unpublish(self, block: int) -> None:
         key = self._keys[block]
@@ -283,8 +306,10 @@ class BlockPool:
             raise InternalError("a KV block stands twice in the free list")
         if any(self._free[(i - 1) // 2] > self._free[i] for i in range(1, len(self._free))):
             raise InternalError("the free list is no heap: a low KV block may be handed out after a higher one")
-        if not self._stale.issubset(self._free) or not all(self._closed[block] for block in self._stale):
-            raise InternalError("a KV block was closed while free, but is not in the free list, or is open")
+        if self._num_stale != sum(self._closed[block] for block in self._free):
+            raise InternalError(f"{self._num_stale} blocks of the free list count as closed, but others are")
+        if sum(self._listed) != len(self._free) or not all(self._listed[block] for block in self._free):
+            raise InternalError("the free list and the marks of the KV blocks that stand in it do not agree")
         if self.num_open != self.num_blocks - sum(self._closed):
             raise InternalError(f"{self.num_open} KV blocks count as open, but {self.num_blocks - sum(self._closed)} are")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 
 from depthfx.alloc.blocks import BlockPool
 from depthfx.alloc.host_cache import NOTHING, HostCache, Moves
@@ -151,7 +152,7 @@ class MemoryManager:
         self._holders[request_id] = holder
         for block in reused:
             self._share(block)
-            self._append(holder, block)
+        self._append(holder, reused)
         self._take(holder, num_new)
         if host is not None:
             host.load(request_id, reload, holder.blocks)
@@ -257,8 +258,7 @@ class MemoryManager:
     def lend(self, num_units: int = 1) -> None:
         """Opens up to ``num_units`` closed units to KV ahead of need, the lowest first; none where lending is not allowed."""
         region = self._shared()
-        per_unit = region.layout.blocks_per_unit
-        blocks = min(num_units * per_unit, region.num_lendable_blocks)
+        blocks = min(num_units * region.layout.blocks_per_unit, region.num_lendable_blocks)
         if blocks and self.may_lend:
             self._lend(region, blocks)
 
@@ -351,13 +351,14 @@ class MemoryManager:
     def _take(self, holder: _Holder, num_new: int) -> None:
         """Algorithm 1 of the paper on semi-unified memory: free blocks, then cached ones, then units of the weights."""
         pool, region = self._pool, self.region
-        for num_left in range(num_new, 0, -1):
+        while num_new > 0:
             if region is not None and not pool.num_available:
-                self._lend(region, num_left)
-            block = pool.take()
+                self._lend(region, num_new)
+            blocks = pool.take_some(num_new)
             if region is not None:
-                region.hold(block)
-            self._append(holder, block)
+                region.hold_all(blocks)
+            self._append(holder, blocks)
+            num_new -= len(blocks)
 
     def _lend(self, region: SharedRegion, num_blocks: int) -> None:
         units, cancelled = region.lend(-(-num_blocks // region.layout.blocks_per_unit))
@@ -387,9 +388,9 @@ class MemoryManager:
         elif self.host is not None:
             self.host.computed(block, before, holder.salt, tokens)
 
-    def _append(self, holder: _Holder, block: int) -> None:
-        self._writes[holder.table_row, len(holder.blocks)] = block
-        holder.blocks.append(block)
+    def _append(self, holder: _Holder, blocks: Sequence[int]) -> None:
+        self._writes.update(zip(zip(repeat(holder.table_row), count(len(holder.blocks))), blocks))
+        holder.blocks += blocks
 
     def reusable_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:
         """How many leading tokens an admission would find the KV of on the device."""

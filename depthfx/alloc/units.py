@@ -12,7 +12,8 @@ An *entry* is one entry of the precision state: a layer, or the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -248,6 +249,16 @@ class SharedRegion:
             if self._states[unit] != to:  # AVAIL to AVAIL is the usual case
                 self._move("hold", unit, to)
             self._held[unit] = count
+
+    def hold_all(self, blocks: Sequence[int]) -> None:
+        """As :meth:`hold` for each of ``blocks``, which ascend: one move for each unit."""
+        at = bisect_left(blocks, self._first_block)
+        while at < len(blocks):
+            unit = (blocks[at] - self._first_block) // self._per_unit
+            behind = bisect_left(blocks, self._first_block + (unit + 1) * self._per_unit, at)
+            count = self._held[unit] + behind - at
+            self._move("hold", unit, "FULL" if count == self._per_unit else "AVAIL")
+            self._held[unit], at = count, behind
 
     def unhold(self, block: int) -> None:
         """Counts a block as held by nobody any more."""

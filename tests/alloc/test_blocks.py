@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from depthfx.alloc.blocks import BlockPool
@@ -30,6 +32,40 @@ def test_the_lowest_free_block_goes_first():
         pool.drop(block)
     assert [pool.take() for _ in range(4)] == [1, 2, 4, 5]
     check(pool, *range(6))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_taken_together_are_those_taken_one_by_one(seed):
+    """Over free, cached, closed and opened blocks, own ones (0 to 5) and others."""
+    draw, pools = random.Random(seed), (BlockPool(14, 6), BlockPool(14, 6))
+    held: list[int] = []
+    end = 6  # of what is open
+    for turn in range(60):
+        if (way := draw.randrange(4)) == 0 and end < 14:
+            end += 4
+            opened = range(end - 4, end)
+            for pool in pools:
+                pool.open(opened)
+        elif way == 1 and end > 6 and not any(block >= end - 4 for block in held):
+            end -= 4
+            for pool in pools:
+                pool.close(range(end, end + 4))
+        elif way == 2 and held:
+            block = held.pop(draw.randrange(len(held)))
+            for pool in pools:
+                if turn % 3:
+                    pool.publish(block, b"", (turn,))
+                pool.drop(block)
+        elif left := draw.randrange(pools[0].num_available + 1):
+            one_by_one = [pools[0].take() for _ in range(left)]
+            together: list[int] = []
+            while len(together) < left:
+                together += (some := pools[1].take_some(left - len(together)))
+                assert some == sorted(some)
+            assert together == one_by_one
+            held += together
+        for pool in pools:
+            check(pool, *held)
 
 
 def test_closed_blocks_are_handed_out_after_they_are_opened():
@@ -138,11 +174,19 @@ def test_relocate_leaves_cached_blocks_above_alone():
 
 
 def _closed_and_free(pool: BlockPool) -> None:
-    pool._stale.clear()
+    pool._num_stale = 0
 
 
 def _open_and_stale(pool: BlockPool) -> None:
-    pool._stale.add(1)
+    pool._num_stale += 1
+
+
+def _listed_unseen(pool: BlockPool) -> None:
+    pool._listed[3] = 0
+
+
+def _listed_twice(pool: BlockPool) -> None:
+    pool._listed[0] = 1
 
 
 def _no_heap(pool: BlockPool) -> None:
@@ -163,7 +207,9 @@ def _closed_alone(pool: BlockPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_closed_and_free, _open_and_stale, _no_heap, _miscounted, _opened_alone, _closed_alone], ids=lambda f: f.__name__
+    "damage",
+    [_closed_and_free, _open_and_stale, _listed_unseen, _listed_twice, _no_heap, _miscounted, _opened_alone, _closed_alone],
+    ids=lambda f: f.__name__,
 )
 def test_check_finds_each_kind_of_damage(damage):
     pool = BlockPool(4)

@@ -132,6 +132,24 @@ def test_states_of_entries_follow_their_units():
     region.check(lambda block: block in (3, 4))
 
 
+def test_blocks_held_together_count_like_blocks_held_one_by_one():
+    regions = SharedRegion(LAYOUT), SharedRegion(LAYOUT)
+    last = LAYOUT.num_blocks - 1
+    for region in regions:
+        region.lend(LAYOUT.num_units)
+        region.hold(LAYOUT.num_base_blocks)
+    blocks = [0, *range(LAYOUT.num_base_blocks + 1, last)]
+    regions[0].hold_all(blocks)
+    for block in blocks:
+        regions[1].hold(block)
+    for region in regions:
+        region.check(lambda block: LAYOUT.num_base_blocks <= block < last)
+    units = range(LAYOUT.num_units)
+    assert [regions[0].state(unit) for unit in units] == [regions[1].state(unit) for unit in units]
+    with pytest.raises(InternalError):
+        SharedRegion(LAYOUT).hold_all([0, LAYOUT.num_base_blocks])
+
+
 def test_base_blocks_are_not_counted():
     region = SharedRegion(LAYOUT)
     region.hold(2)
