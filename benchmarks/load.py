@@ -12,14 +12,18 @@ Results go to $OUT, or to benchmarks/results/.
     work       matched: each request produces the tokens that it asks for, end tokens ignored; natural: it may end earlier
     SLO        TTFT at most --slo-ttft seconds and no gap between tokens above --slo-gaps x T_base. T_base: p99 of the decode steps of
                32 requests with contexts of 4k on weights of 16 bits (--base-batch, --base-context, --base-stat), the same for all arms
-    capacity   --capacity LOW HIGH: highest rate at which --share of the requests attain the SLO, by bisection down to --resolution
+    capacity   --capacity LOW HIGH: highest rate at which --share of the requests attain the SLO, by bisection down to --resolution; --guesses:
+               from a guess for each arm, which takes fewer runs. Then --own-shares and --base-shares: runs at parts of what was found
     repeats    each with a seed of its own; the order of the arms alternates, and each change of arm compiles anew
+    an end     by SIGINT or SIGTERM, of `timeout` for one: what was run is kept and drawn
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +35,8 @@ import load_plots
 import numpy as np
 import torch
 from load_drive import Limits, Run, replay
-from load_metrics import LATENCIES, Slo, aggregate, attainment, find_capacity, in_window, summarise
+from load_metrics import LATENCIES, Slo, aggregate, attainment, find_capacity, find_capacity_from, in_window, summarise
+from load_options import parse_arguments
 from load_workload import (
     Ask,
     Job,
@@ -80,7 +85,7 @@ class Workload:
         output_tokens = args.output_tokens
         if self.benchmark:
             examples = Path(args.examples) if args.examples else None
-            asks = benchmark_asks(Path(self.benchmark), examples, self.tokenize, args.requests, rng)
+            asks = benchmark_asks(Path(self.benchmark), examples, self.tokenize, args.requests, rng, args.shuffle_examples)
         elif self.measured is not None and args.input_tokens is None:
             inputs, outputs = [r.input_tokens for r in self.measured], [r.output_tokens for r in self.measured]
             asks = random_asks(inputs, outputs, self.vocabulary, rng, args.shared_prefix)
@@ -223,10 +228,11 @@ def sweep(bench: Bench, name: str, repeat: int) -> None:
     asks = bench.workload.asks(repeat)
     for rate in sorted(bench.workload.rates):
         bench.rows.append({"kind": "run", **bench.run(name, asks, rate, repeat, Limits(seconds=bench.args.limit_s))})
+        bench.write()
 
 
 def capacity(bench: Bench, name: str, repeat: int) -> None:
-    """Bisection; a run is given up once it cannot attain the share."""
+    """The search, in which a run is given up once it cannot attain the share; then the runs at parts of what was found."""
     args = bench.args
     asks = bench.workload.asks(repeat)
     limits = Limits(args.limit_s, bench.slo, args.share, args.lead_in)
@@ -234,85 +240,23 @@ def capacity(bench: Bench, name: str, repeat: int) -> None:
     def attains(rate: float) -> float:
         row = bench.run(name, asks, rate, repeat, limits)
         bench.rows.append({"kind": "capacity run", **row})
-        return row["attained"]
+        bench.write()
+        return float(row["attained"])
 
-    found = find_capacity(attains, *args.capacity, args.resolution, args.share)
+    if args.guesses:
+        guess = args.guesses[args.arms.index(name) % len(args.guesses)]
+        found = find_capacity_from(attains, guess, args.resolution, args.share)
+    else:
+        found = find_capacity(attains, *args.capacity, args.resolution, args.share)
     row = {"kind": "capacity", "arm": name, "repeat": repeat, "capacity/s": found.rate, **asdict(found), "resolution": args.resolution}
     print(f"{name}: capacity {found.rate:.3f}/s ({found.status}; fails at {found.fails_at})", flush=True)
     bench.rows.append(row)
-
-
-def add_workload_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say what is asked for, and when; :class:`Workload` reads them."""
-    parser.add_argument("--arrivals", default="poisson", metavar="poisson|gamma|TRACE.csv")
-    parser.add_argument("--cv", type=float, default=2.0, help="coefficient of variation of gamma gaps")
-    parser.add_argument("--rates", type=float, nargs="+", default=[], help="requests a second")
-    parser.add_argument("--factors", type=float, nargs="+", default=[], help="instead: times the trace's own rate")
-    parser.add_argument("--requests", type=int, default=200, help="of one run; of a trace: the length of its window")
-    parser.add_argument("--first", type=int, default=0, help="first request of the trace's window")
-    parser.add_argument("--lengths", default=None, metavar="BENCHMARK")
-    parser.add_argument("--examples", default=None, metavar="FILE", help="shared by all prompts of --lengths")
-    parser.add_argument("--input-tokens", default=None, metavar="DIST", help="fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA")
-    parser.add_argument("--output-tokens", default=None, metavar="DIST", help="likewise; wins over trace and benchmark")
-    parser.add_argument("--output-lengths", default=None, metavar="JSON", help="lengths that --record-lengths kept")
-    parser.add_argument("--shared-prefix", type=int, default=0, help="tokens that random prompts share")
-    parser.add_argument("--max-input", type=int, default=None)
-    parser.add_argument("--max-output", type=int, default=None, help="in natural work: what every request may produce")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--lead-in", type=float, default=0.0, help="seconds before the measuring window")
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    load_arms.add_options(parser)
-    add_workload_options(parser)
-    parser.add_argument("--work", choices=["matched", "natural"], default="matched")
-    parser.add_argument("--record-lengths", default=None, metavar="JSON", help="keep what the baseline produced in natural work")
-    parser.add_argument(
-        "--order", choices=["paired", "blocked"], default="paired", help="blocked: all repeats of an arm, then the next arm"
-    )
-    parser.add_argument("--limit-s", type=float, default=None, help="longest run; what is not finished then misses the SLO")
-    parser.add_argument("--slo-ttft", type=float, default=2.0, help="seconds")
-    parser.add_argument("--slo-gaps", type=float, default=5.0, help="times T_base")
-    parser.add_argument("--t-base-ms", type=float, default=None, help="instead of measuring it")
-    parser.add_argument("--base-batch", type=int, default=32)
-    parser.add_argument("--base-context", type=int, default=4096)
-    parser.add_argument("--base-steps", type=int, default=200)
-    parser.add_argument("--base-stat", choices=["p99", "mean"], default="p99")
-    parser.add_argument("--capacity", type=float, nargs=2, default=None, metavar=("LOW", "HIGH"), help="requests a second")
-    parser.add_argument("--resolution", type=float, default=0.05, help="relative, of the capacity")
-    parser.add_argument("--share", type=float, default=0.9, help="that must attain the SLO")
-    parser.add_argument("--name", default="run", help="of the files: DATE-load-NAME")
-    args = parser.parse_args()
-    check_arguments(parser, args)
-    return args
-
-
-def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses options that would be ignored beside others."""
-    is_trace = args.arrivals not in ("poisson", "gamma")
-    if len(set(args.arms)) < len(args.arms):
-        parser.error("--arms names one of them twice")
-    if args.work == "natural" and args.max_output is None:
-        parser.error("--work natural needs --max-output")
-    if args.work == "natural" and (args.output_tokens or args.output_lengths):
-        parser.error("--work natural lets answers end by themselves; --output-tokens and --output-lengths are of --work matched")
-    if args.record_lengths and args.work == "matched":
-        parser.error("--record-lengths needs --work natural")
-    if args.output_tokens and args.output_lengths:
-        parser.error("--output-tokens and --output-lengths: give one of them")
-    if args.lengths and args.input_tokens:
-        parser.error("--lengths and --input-tokens: give one of them")
-    if args.examples and (not args.lengths or args.lengths.endswith(".csv")):
-        parser.error("--examples needs --lengths with the file of a benchmark")
-    if args.rates and args.factors:
-        parser.error("--rates and --factors: give one of them")
-    if args.factors and not is_trace:
-        parser.error("--factors needs the file of a trace as --arrivals")
-    if not args.rates and not args.factors and args.capacity is None and not is_trace:
-        parser.error("give --rates or --capacity")
+    base = [r["capacity/s"] for r in bench.rows if r["kind"] == "capacity" and r["arm"] == args.arms[0]][-1]
+    for of, share, most in [("own", x, found.rate) for x in args.own_shares] + [("baseline", x, base) for x in args.base_shares]:
+        if most:
+            run = bench.run(name, asks, share * most, repeat, Limits(args.limit_s))
+            bench.rows.append({"kind": "run", "share of capacity": share, "capacity of": of, **run})
+            bench.write()
 
 
 def turns(args: argparse.Namespace) -> list[tuple[str, int]]:
@@ -322,17 +266,31 @@ def turns(args: argparse.Namespace) -> list[tuple[str, int]]:
     return [(name, repeat) for repeat in range(args.repeats) for name in (args.arms if repeat % 2 == 0 else args.arms[::-1])]
 
 
-def main() -> None:
-    """Run, show and keep everything."""
-    args = parse_arguments()
+def main() -> int:
+    """Run, show and keep everything; the exit code."""
+    args = parse_arguments(__doc__)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts commands in the background without it
     bench = Bench(args)
-    parts: list[Callable[[Bench, str, int], None]] = [] if args.capacity and not (args.rates or args.factors) else [sweep]
-    parts += [capacity] if args.capacity else []
-    for name, repeat in turns(args):
-        for part in parts:
-            part(bench, name, repeat)
-            base = bench.write()  # after each part: a later one may fail
-    bench.close()
+    searches = bool(args.capacity or args.guesses)
+    parts: list[Callable[[Bench, str, int], None]] = [] if searches and not (args.rates or args.factors) else [sweep]
+    parts += [capacity] if searches else []
+    code = 0
+    try:
+        for name, repeat in turns(args):
+            for part in parts:
+                part(bench, name, repeat)
+        bench.close()
+    except KeyboardInterrupt:
+        print("interrupted: what follows is of the runs that had ended", flush=True)
+        code = 130
+    show(bench)
+    return code
+
+
+def show(bench: Bench) -> None:
+    """Everything so far: tables, JSON, PNG."""
+    args, base = bench.args, bench.write()
     rows = json.loads(base.with_suffix(".json").read_text())["rows"]
     means = [r for r in rows if r["kind"] == "mean"]
     if means:
@@ -352,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -114,6 +114,20 @@ def summarise(requests: Sequence[RequestTimes], window: tuple[float, float], slo
     return row
 
 
+def completion_rate(requests: Sequence[RequestTimes]) -> float:
+    """Requests a second that end in the middle half of all ends: neither while the batch fills nor while it drains.
+
+    Raises ``ValueError`` for fewer than 4 requests, or where one has not ended or all end at once.
+    """
+    ends = sorted(r.token_s[-1] for r in requests if r.finished and r.token_s)
+    first, last = len(ends) // 4, 3 * len(ends) // 4
+    if len(ends) < max(4, len(requests)) or ends[last] <= ends[first]:
+        raise ValueError(
+            f"completion_rate: {len(ends)} of {len(requests)} requests ended; at least 4 are needed, all ended, not all at once"
+        )
+    return (last - first) / (ends[last] - ends[first])
+
+
 def _spread(requests: Sequence[RequestTimes]) -> bool:
     return len(requests) > 1 and requests[-1].arrival_s > requests[0].arrival_s
 
@@ -138,21 +152,42 @@ def find_capacity(attains: Callable[[float], float], low: float, high: float, re
         raise ValueError(f"capacity: low={low!r}, high={high!r}, resolution={resolution!r}, share={share!r}; "
                          "0 < low < high, resolution > 0 and 0 < share <= 1 are needed")  # fmt: skip
     tried: list[tuple[float, float]] = []
-
-    def enough(rate: float) -> bool:
-        tried.append((rate, attains(rate)))
-        return tried[-1][1] >= share
-
-    if not enough(low):
+    if not _enough(attains, low, share, tried):
         return Capacity(0.0, "below", low, tuple(tried))
-    if enough(high):
+    if _enough(attains, high, share, tried):
         return Capacity(high, "at least", None, tuple(tried))
+    return _bisect(attains, low, high, resolution, share, tried)
+
+
+def find_capacity_from(attains: Callable[[float], float], guess: float, resolution: float, share: float = 0.9, step: float = 1.2,
+                       most: int = 8) -> Capacity:  # fmt: skip
+    """As :func:`find_capacity`, but the interval is found first: from ``guess`` up or down by the factor ``step``, ``most`` times at most.
+
+    Raises ``ValueError`` unless guess > 0, resolution > 0, 0 < share <= 1, step > 1 and most >= 1.
+    """
+    if not (guess > 0 and resolution > 0 and 0 < share <= 1 and step > 1 and most >= 1):
+        raise ValueError(f"capacity: guess={guess!r}, resolution={resolution!r}, share={share!r}, step={step!r}, most={most!r}; "
+                         "guess > 0, resolution > 0, 0 < share <= 1, step > 1 and most >= 1 are needed")  # fmt: skip
+    tried: list[tuple[float, float]] = []
+    rises, rate = _enough(attains, guess, share, tried), guess
+    for _ in range(most):
+        before, rate = rate, rate * step if rises else rate / step
+        if _enough(attains, rate, share, tried) != rises:
+            return _bisect(attains, *((before, rate) if rises else (rate, before)), resolution, share, tried)
+    return Capacity(rate, "at least", None, tuple(tried)) if rises else Capacity(0.0, "below", rate, tuple(tried))
+
+
+def _enough(attains: Callable[[float], float], rate: float, share: float, tried: list[tuple[float, float]]) -> bool:
+    tried.append((rate, attains(rate)))
+    return tried[-1][1] >= share
+
+
+def _bisect(attains: Callable[[float], float], low: float, high: float, resolution: float, share: float,
+            tried: list[tuple[float, float]]) -> Capacity:  # fmt: skip
+    """``low`` attains the share, ``high`` does not."""
     while high / low > 1 + resolution:
         middle = math.sqrt(low * high)
-        if enough(middle):
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if _enough(attains, middle, share, tried) else (low, middle)
     return Capacity(low, "found", high, tuple(tried))
 
 

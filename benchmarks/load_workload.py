@@ -135,25 +135,35 @@ def stand_in_tokenizer(vocabulary: int) -> Tokenizer:
     return lambda text: [10 + zlib.crc32(piece.encode()) % (vocabulary - 20) for piece in _WORDS.findall(text)]
 
 
-def benchmark_asks(path: Path, examples: Path | None, tokenize: Tokenizer, count: int, rng: np.random.Generator) -> list[Ask]:
-    """``count`` different questions of a benchmark file in random order, each behind the shared examples.
+def benchmark_asks(
+    path: Path, examples: Path | None, tokenize: Tokenizer, count: int, rng: np.random.Generator, shuffle: bool = False
+) -> list[Ask]:
+    """``count`` different questions of a benchmark file, or of a folder of BBH tasks, in random order, each behind its examples.
 
+    All prompts share the examples; those of a folder share TASK.txt of the folder ``examples`` with their task. With ``shuffle`` each prompt has
+    the examples of a .jsonl file in a random order of its own, as where they are drawn for each question: what can be shared is then little.
     The answer's length is that of the file's own answer for GSM8K; for BBH, whose targets are a word or two, that of the reasoning in the
-    examples, one after another. Raises ``ValueError`` for a file of another form, or with fewer questions.
+    examples, one after another. Raises ``ValueError`` for a file of another form, an empty folder, or fewer questions.
     """
-    questions = _gsm8k(path) if path.suffix == ".jsonl" else _bbh(path)
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    questions = [(f, *pair) for f in files for pair in (_gsm8k(f) if f.suffix == ".jsonl" else _bbh(f))]
     if count > len(questions):
         raise ValueError(
             f"{path.name} has {len(questions)} questions; ask for at most so many, as repeated ones would be found in the cache"
         )
-    text, lengths = _examples(examples, tokenize)
-    prefix, asks = tokenize(text) if text else [], []
+    if path.is_dir() and examples is not None and not examples.is_dir():
+        raise ValueError(f"{path.name} is a folder of tasks and {examples.name} is not one of their examples; give the folder of TASK.txt")
+    shots = {f: _examples(examples / f"{f.stem}.txt" if examples is not None and path.is_dir() else examples, tokenize) for f in files}
+    asks = []
     for place, index in enumerate(rng.permutation(len(questions))[:count]):
-        question, answer = questions[index]
+        file, question, answer = questions[index]
+        texts, lengths = shots[file]
         if answer is None and not lengths:
             raise ValueError(f"{path.name} says nothing of the length of answers; give its file of examples, or a distribution of lengths")
         output = lengths[place % len(lengths)] if answer is None else len(tokenize(answer))
-        asks.append(Ask(tuple(prefix + tokenize(f"Q: {question}\nA:")), max(1, output)))
+        order = rng.permutation(len(texts)) if shuffle else range(len(texts))
+        prompt = "".join(texts[i] for i in order)
+        asks.append(Ask(tuple(tokenize(f"{prompt}Q: {question}\nA:")), max(1, output)))
     return asks
 
 
@@ -172,15 +182,15 @@ def _bbh(path: Path) -> list[tuple[str, str | None]]:
         raise ValueError(f"{path.name}: it must be a JSON object whose examples have an input each ({error!r})") from error
 
 
-def _examples(path: Path | None, tokenize: Tokenizer) -> tuple[str, list[int]]:
-    """The text that all prompts share, and the lengths of the answers in it."""
+def _examples(path: Path | None, tokenize: Tokenizer) -> tuple[list[str], list[int]]:
+    """The texts that stand before a question, and the lengths of the answers in them."""
     if path is None:
-        return "", []
+        return [], []
     if path.suffix == ".jsonl":
         pairs = _gsm8k(path)
-        return "".join(f"Q: {q}\nA: {a}\n\n" for q, a in pairs), [len(tokenize(a)) for _, a in pairs if a]
+        return [f"Q: {q}\nA: {a}\n\n" for q, a in pairs], [len(tokenize(a)) for _, a in pairs if a]
     text = path.read_text().split("-----\n", 1)[-1].strip() + "\n\n"  # before the line of dashes stands a canary
-    return text, [len(tokenize(part.split("\nQ:")[0].strip())) for part in text.split("\nA:")[1:]]
+    return [text], [len(tokenize(part.split("\nQ:")[0].strip())) for part in text.split("\nA:")[1:]]
 
 
 def clamp(asks: Sequence[Ask], max_input: int | None, max_output: int | None) -> tuple[list[Ask], int]:

@@ -12,6 +12,8 @@ repository; paper vSkipper, Figure 3. To try it on a CPU: ``--shape smollm2 --la
                (dial.py), the depth is that of each request. Before each auto run costs are measured anew and nothing is known of the skipper, as
                after compiling with it; measuring is not in the run, the first looks at what the skipper would skip are
     work       matched, options as in load.py; dense, routed and auto of one cell follow each other, in alternating order
+    rates      --rates; or --of-saturation: shares of the rate at which dense requests end where all wait from the start (0.95: the knee of its
+               load curve, 1.25: overload, where requests/s are of interest)
     change     of the mean over requests, in percent of dense. Its 95 % interval: over repeats by the t-distribution; of one run, over its
                requests in pairs, which says nothing of how a run differs from the next
     --limit    seconds for everything; no cell is begun that would not end before, and the picture has what there is
@@ -31,9 +33,10 @@ import load_arms
 import load_plots
 import torch
 from dial import Dial
-from load import Workload, add_workload_options, check_arguments
+from load import Workload
 from load_drive import Run, replay
-from load_metrics import RequestTimes, in_window, paired_change, summarise
+from load_metrics import RequestTimes, completion_rate, in_window, paired_change, summarise
+from load_options import add_workload_options, check_arguments
 from load_workload import Ask, Job
 
 from depthfx.runtime.calibration import calibrate_again
@@ -43,7 +46,7 @@ from depthfx.skippers import make_skipper
 SWITCH = ("dense", "routed", "auto")
 COLUMNS = ["rate", "r", "d", "arm", "repeat", "finished", "mean E2E s", "p99 E2E s", "mean TTFT s", "mean TPOT ms", "tokens/s",
            "num_reused_tokens", "skip share", "num_promotions", "num_probes", "V*"]  # fmt: skip
-CELL = ["rate", "r", "d", "repeats", "routed %", "routed +-", "auto %", "auto +-", "interval"]
+CELL = ["rate", "r", "d", "repeats", "routed %", "routed +-", "auto %", "auto +-", "interval", "routed requests/s %", "auto requests/s %"]
 Cell = tuple[float, float, float]  # requests a second, r, d
 
 
@@ -57,7 +60,6 @@ class SkipMap:
             self.workload = Workload(args)
         except ValueError as error:
             raise SystemExit(f"skip_map: {error}") from error
-        self.cells: list[Cell] = [(q, r, d) for q in sorted(self.workload.rates) for r in args.skip_rates for d in args.skip_depths]
         self.model = load_arms.build("auto", args, self.device, self._skipper)
         asks = self.workload.asks(0)
         load_arms.check_room(self.model, asks)
@@ -66,6 +68,10 @@ class SkipMap:
         self.how = "over repeats" if args.repeats > 1 else "over requests"
         self.rows: list[dict[str, Any]] = []
         self.changes: list[dict[str, Any]] = []  # one for each cell that was run
+        if args.of_saturation:
+            most = self.saturated(asks)
+            self.workload.rates = [share * most for share in args.of_saturation]
+        self.cells: list[Cell] = [(q, r, d) for q in sorted(self.workload.rates) for r in args.skip_rates for d in args.skip_depths]
 
     def _skipper(self, model: Any) -> Any:
         layers = model.config.get_text_config().num_hidden_layers
@@ -73,6 +79,15 @@ class SkipMap:
         skipper = make_skipper(model, self.dial, self.args.skip_projector)
         self.dial.turn(self.args.skip_rates[-1], self.args.skip_depths[-1])  # so that costs can be measured while it is compiled
         return skipper
+
+    def saturated(self, asks: list[Ask]) -> float:
+        """Dense requests a second while more of them wait than can be served."""
+        run = replay(self.model.engine, [Job(i, 0.0, a) for i, a in enumerate(asks)], depth="dense")
+        load_arms.reset(self.model)
+        rate = completion_rate(run.requests)
+        self.rows.append({"kind": "saturation", "requests/s": rate, "makespan s": max(r.token_s[-1] for r in run.requests), **run.counters})
+        print(f"saturated: {rate:.3f} requests/s", flush=True)
+        return rate
 
     def expected(self) -> float:
         """Seconds for all cells: until the last arrival and for one longest answer more, and measuring before each auto run."""
@@ -100,16 +115,22 @@ class SkipMap:
         """All runs of one cell."""
         rate, r, d = self.cells[number]
         served: dict[str, list[list[RequestTimes]]] = {arm: [] for arm in SWITCH}
+        pace: dict[str, list[float]] = {arm: [] for arm in SWITCH}
         for repeat in range(self.args.repeats):
             asks = self.workload.asks(repeat)
             for arm in SWITCH if (number + repeat) % 2 == 0 else SWITCH[::-1]:
                 run, row = self.run(arm, self.cells[number], asks, repeat)
                 self.rows.append(row)
                 served[arm].append(in_window(run.requests, (self.args.lead_in, run.requests[-1].arrival_s)))
+                pace[arm].append(row["requests/s"])
+                common.write_results(f"skip-map-{self.args.name}", [*self.rows, *self.changes], self.device)
         changes = {arm: change_of(served["dense"], served[arm]) for arm in SWITCH[1:]}
         row = {"kind": "cell", "rate": rate, "r": r, "d": d, "repeats": self.args.repeats, "interval": self.how}
         for arm, (mean, width) in changes.items():
             row |= {f"{arm} %": mean, f"{arm} +-": width}
+            if all(pace["dense"]):
+                more, spread = paired_change(pace["dense"], pace[arm])
+                row |= {f"{arm} requests/s %": more, f"{arm} requests/s +-": spread}
         self.changes.append(row)
 
     def run(self, arm: str, cell: Cell, asks: list[Ask], repeat: int) -> tuple[Run, dict[str, Any]]:
@@ -176,11 +197,17 @@ def parse_arguments() -> argparse.Namespace:
     add_workload_options(parser)
     parser.add_argument("--skip-rates", type=_share, nargs="+", default=[0.25, 0.5, 0.75], metavar="R")
     parser.add_argument("--skip-depths", type=_share, nargs="+", default=[0.25, 0.5, 0.75], metavar="D")
+    parser.add_argument("--of-saturation", type=float, nargs="+", default=[], metavar="SHARE", help="instead of --rates")
     parser.add_argument("--hash", choices=["position", "request"], default="position")
     parser.add_argument("--limit", type=float, default=None, metavar="SECONDS")
     parser.add_argument("--name", default="run", help="of the files: DATE-skip-map-NAME")
-    parser.set_defaults(arms=list(SWITCH), work="matched", record_lengths=None, capacity=None)
+    unused = {"work": "matched", "record_lengths": None, "capacity": None, "guesses": None, "own_shares": [], "base_shares": []}
+    parser.set_defaults(arms=list(SWITCH), **unused)
     args = parser.parse_args()
+    if args.of_saturation and (args.rates or args.factors):
+        parser.error("--of-saturation, --rates and --factors: give one of them")
+    if min(args.of_saturation, default=1.0) <= 0:
+        parser.error(f"--of-saturation {args.of_saturation} must be positive")
     check_arguments(parser, args)
     return args
 

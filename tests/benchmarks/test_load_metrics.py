@@ -5,11 +5,14 @@ import math
 import numpy as np
 import pytest
 from load_metrics import (
+    Capacity,
     RequestTimes,
     Slo,
     aggregate,
     attainment,
+    completion_rate,
     find_capacity,
+    find_capacity_from,
     interval,
     paired_change,
     percentile,
@@ -74,6 +77,14 @@ def test_window_counts_what_comes_out_inside_and_latencies_of_what_arrives_insid
     assert row["p90 E2E s"] == pytest.approx(2.9)
 
 
+def test_the_completion_rate_leaves_both_ends_out():
+    ends = [50.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0]  # the last one drains alone
+    assert completion_rate([times(0.0, 1.0, t) for t in ends]) == pytest.approx(1.0)
+    for wrong in ([times(0.0, 1.0)] * 3, [times(0.0, 1.0)] * 4, [times(0.0, float(t), finished=t != 2) for t in range(5)]):
+        with pytest.raises(ValueError, match="requests ended"):
+            completion_rate(wrong)
+
+
 def test_an_empty_window_has_no_rates():
     row = summarise([times(0.0, 1.0)], (0.0, 0.0), None)
     assert row["tokens/s"] is row["requests/s"] is row["offered/s"] is row["SLO %"] is row["mean TPOT ms"] is None
@@ -95,6 +106,22 @@ def test_capacity_by_bisection(true, status):
         assert all((a >= 0.9) == (rate <= true) for rate, a in found.tried)
     else:
         assert (found.rate, found.fails_at) == ((0.0, 1.0) if status == "below" else (16.0, None))
+
+
+@pytest.mark.parametrize("true", [3.0, 10.0, 11.9, 40.0])
+def test_capacity_from_a_guess(true):
+    found = find_capacity_from(lambda rate: 0.95 if rate <= true else 0.85, 10.0, 0.05)
+    assert found.status == "found" and found.rate <= true < found.fails_at <= 1.05 * found.rate
+    assert found.tried[0][0] == 10.0
+    if true == 11.9:
+        assert [round(rate, 2) for rate, _ in found.tried] == [10.0, 12.0, 10.95, 11.47]
+
+
+def test_a_guess_far_off_ends():
+    assert find_capacity_from(lambda rate: 1.0, 8.0, 0.05, step=2.0, most=2) == Capacity(32.0, "at least", None, ((8, 1), (16, 1), (32, 1)))
+    assert find_capacity_from(lambda rate: 0.0, 8.0, 0.05, step=2.0, most=2) == Capacity(0.0, "below", 2.0, ((8, 0), (4, 0), (2, 0)))
+    with pytest.raises(ValueError, match="guess=0"):
+        find_capacity_from(lambda rate: 1.0, 0.0, 0.05)
 
 
 def test_exactly_the_share_is_enough():

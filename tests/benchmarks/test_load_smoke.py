@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,11 +33,13 @@ def test_arms_under_load(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{i // 4},{20 + i},{13 + i % 3}\n" for i in range(8)))
     arms = ["static-fp16", "elastic+routed"]
-    options = "--factors 4 --requests 8 --capacity 4 8 --resolution 0.5 --skip-rate 0.5 --skip-depth 1".split()
+    options = "--factors 4 --requests 8 --capacity 4 8 --resolution 0.5 --own-shares 0.5 --base-shares 1.25 --skip-rate 0.5 --skip-depth 1".split()
     rows, picture, printed = run(tmp_path, "--arrivals", str(trace), "--arms", *arms, *options)
     (slo,) = (r for r in rows if r["kind"] == "SLO")
     assert slo["gap_s"] == pytest.approx(1000 * slo["T_base"]["mean"])
-    plain, elastic = (r for r in rows if r["kind"] == "run")
+    plain, elastic = (r for r in rows if r["kind"] == "run" and "capacity of" not in r)
+    parts = [(r["arm"], r["capacity of"], r["rate"]) for r in rows if r["kind"] == "run" and "capacity of" in r]
+    assert parts == [(arm, of, rate) for arm in arms for of, rate in (("own", 4.0), ("baseline", 10.0))]
     assert [plain["arm"], elastic["arm"]] == arms
     for row in (plain, elastic):
         assert row["rate"] == pytest.approx(28.0)  # seven gaps in one second, four times as fast
@@ -49,14 +53,39 @@ def test_arms_under_load(tmp_path):
     assert elastic["num_lends"] > 0 and elastic["lent GiB"] > 0 and elastic["full %"] < 100.0
     assert 0.3 < elastic["skip share"] < 0.7
     assert [r["status"] for r in rows if r["kind"] == "capacity"] == ["at least", "at least"]
-    (change,) = (r["mean E2E s vs static-fp16 %"] for r in rows if r["kind"] == "mean" and r["arm"] == arms[1])
+    means = [r for r in rows if r["kind"] == "mean" and r["arm"] == arms[1] and r["rate"] == elastic["rate"]]
+    (change,) = (r["mean E2E s vs static-fp16 %"] for r in means)
     assert change == pytest.approx((elastic["mean E2E s"] / plain["mean E2E s"] - 1) * 100)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "elastic+routed" in printed
+
+
+def test_what_was_run_is_shown_after_a_signal(monkeypatch):
+    import load
+
+    shown = []
+
+    def interrupted(bench, name, repeat):
+        shown.append(name)
+        if repeat:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(sys, "argv", "load --shape smollm2 --arms elastic --rates 1 --repeats 3".split())
+    monkeypatch.setattr(load, "Bench", lambda args: "bench")
+    monkeypatch.setattr(load, "sweep", interrupted)
+    monkeypatch.setattr(load, "show", shown.append)
+    try:
+        assert load.main() == 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert shown == ["elastic", "elastic", "bench"]
 
 
 def test_load_is_listed(capsys):
     assert cli.main(["bench"]) == 0
     names = capsys.readouterr().out.split()
     assert "load" in names
-    assert not {"load_arms", "load_drive", "load_metrics", "load_plots", "load_workload"} & set(names)
+    assert not {"load_arms", "load_drive", "load_metrics", "load_options", "load_plots", "load_workload"} & set(names)

@@ -135,6 +135,31 @@ def test_bbh_answers_are_as_long_as_the_reasoning_in_the_examples(tmp_path):
         benchmark_asks(task, examples, str.split, 1, rng())
 
 
+def test_shuffled_examples_are_all_there_in_orders_of_their_own(tmp_path):
+    files = write_gsm8k(tmp_path / "test.jsonl", 6), write_gsm8k(tmp_path / "few.jsonl", 4)
+    plain, shuffled = (benchmark_asks(*files, str.split, 6, rng(), shuffle) for shuffle in (False, True))
+    assert len({a.prompt[:40] for a in plain}) == 1 < len({a.prompt[:40] for a in shuffled})
+    assert {tuple(sorted(a.prompt[:40])) for a in shuffled} == {tuple(sorted(plain[0].prompt[:40]))}
+    again = benchmark_asks(*files, str.split, 6, rng(), True)
+    assert again == shuffled, "equal for all arms"
+
+
+def test_a_folder_of_tasks_has_the_examples_of_each(tmp_path):
+    tasks, shots = tmp_path / "tasks", tmp_path / "shots"
+    tasks.mkdir(), shots.mkdir()
+    for name, answer in (("one", "a b"), ("two", "a b c d")):
+        (tasks / f"{name}.json").write_text(json.dumps({"examples": [{"input": f"{name} {i}", "target": "x"} for i in range(3)]}))
+        (shots / f"{name}.txt").write_text(f"CANARY\n-----\nDo {name}.\n\nQ: one\nA: {answer}\n")
+    asks = benchmark_asks(tasks, shots, str.split, 6, rng())
+    assert {(a.prompt[1], a.prompt[-3], a.output_tokens) for a in asks} == {("one.", "one", 2), ("two.", "two", 4)}
+    assert len({a.prompt for a in asks}) == 6
+    with pytest.raises(ValueError, match="folder of tasks"):
+        benchmark_asks(tasks, shots / "one.txt", str.split, 2, rng())
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="none has 0 questions"):
+        benchmark_asks(tmp_path / "none", None, str.split, 1, rng())
+
+
 def test_the_stand_in_tokenizer_keeps_prefixes():
     tokenize = stand_in_tokenizer(1000)
     assert tokenize("Natalia sold 48 clips.\n") == tokenize("Natalia sold 48 ") + tokenize("clips.\n")
@@ -156,7 +181,7 @@ def test_lengths_of_a_trace_under_other_arrivals(tmp_path, monkeypatch, capsys):
     trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{i},{20 + i},{3 + i}\n" for i in range(9)))
     line = f"load --shape smollm2 --arrivals gamma --rates 5 --first 2 --requests 6 --lengths {trace} --max-input 25"
     monkeypatch.setattr("sys.argv", line.split())
-    workload = load.Workload(load.parse_arguments())
+    workload = load.Workload(load.parse_arguments(None))
     jobs = workload.jobs(workload.asks(0), 5.0, 0)
     assert [len(j.ask.prompt) for j in jobs] == [22, 23, 24, 25, 25, 25] and workload.num_cut == 2
     assert [j.ask.output_tokens for j in jobs] == [5, 6, 7, 8, 9, 10]
@@ -165,5 +190,5 @@ def test_lengths_of_a_trace_under_other_arrivals(tmp_path, monkeypatch, capsys):
     assert workload.benchmark is None, "its prompts are random ids"
     monkeypatch.setattr("sys.argv", [*line.split(), "--examples", "shots.jsonl"])
     with pytest.raises(SystemExit):
-        load.parse_arguments()
+        load.parse_arguments(None)
     assert "--examples needs --lengths with the file of a benchmark" in capsys.readouterr().err

@@ -19,7 +19,7 @@ SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
     "max_position_embeddings": 64,
 }  # fmt: skip
-TINY = """--shape tiny --kv-blocks 16 --max-batch 4 --max-len 64 --no-inductor --requests 4 --rates 20 --input-tokens fixed:24
+TINY = """--shape tiny --kv-blocks 16 --max-batch 4 --max-len 64 --no-inductor --requests 4 --of-saturation 0.5 --input-tokens fixed:24
 --shared-prefix 16 --output-tokens fixed:6 --skip-rates 0.75 --skip-depths 0.5 1 --limit 1000""".split()
 
 
@@ -27,6 +27,8 @@ def test_the_map_of_one_compiled_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(common.SHAPES, "tiny", (LlamaConfig, SHAPE))
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["skip_map.py", *TINY])
+    ended = []
+    monkeypatch.setattr(skip_map, "completion_rate", lambda requests: ended.extend(r.finished for r in requests) or 40.0)
     left = iter([1000.0, 1000.0, 0.0])  # as printed, before the first cell, before the second one
     monkeypatch.setattr(skip_map.SkipMap, "left", lambda self: next(left))
     monkeypatch.setattr(skip_map.load_arms, "load_model", once(skip_map.load_arms.load_model))
@@ -34,6 +36,7 @@ def test_the_map_of_one_compiled_model(tmp_path, monkeypatch, capsys):
     (path,) = tmp_path.glob("*-skip-map-run.json")
     rows = json.loads(path.read_text())["rows"]
     runs = {r["arm"]: r for r in rows if r["kind"] == "run"}
+    assert ended == [True] * 4 and [r["requests/s"] for r in rows if r["kind"] == "saturation"] == [40.0]
     assert [r["arm"] for r in rows if r["kind"] == "run"] == ["dense", "routed", "auto"]
     assert {(r["r"], r["d"], r["finished"], r["output tokens"]) for r in runs.values()} == {(0.75, 0.5, 4, 24)}
     assert "skip share" not in runs["dense"] and 0.2 < runs["routed"]["skip share"] < 0.55  # 0.375 expected
