@@ -34,6 +34,13 @@ SHAPES: dict[str, tuple[type, dict[str, Any]]] = {
             "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 8192, "rope_theta": 1000000.0,
         },
     ),
+    "small": (  # whose KV blocks of 16 tokens have 1 MiB: units of lending may be as small as a GPU maps
+        transformers.LlamaConfig,
+        {
+            "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4,
+            "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 8192, "rope_theta": 100000.0,
+        },
+    ),
     "smollm2": (
         transformers.LlamaConfig,
         {

@@ -1,10 +1,11 @@
 """Serves random bursts for a long time, with aborts and injected failures, and proves that nothing is lost and nothing leaks.
 
 ``python3 benchmarks/soak.py --minutes 30`` from the root of the repository; SmolLM2 with nested weights, elastic memory that is far too small and
-a skipper, so that lending, restoring, preemption and routing all happen. What is injected: steps that fail to launch, copies that fail or
-come late, aborts at any time. What is checked: every request ends exactly once, for a reason it was given; tokens come in order and as
-many as were asked for; after each lull no block is held and all invariants hold; at the end residuals hash to their originals, threads
-are gone, and memory has not grown. Ends with exit code 1 and the reasons otherwise. Results go to $OUT, or to benchmarks/results/.
+a skipper, so that lending, restoring, preemption and routing all happen; ``--shape small`` serves random weights instead, on a GPU, whose units
+are at least as large as it maps. What is injected: steps that fail to launch, copies that fail or come late, aborts at any time. What is
+checked: every request ends exactly once, for a reason it was given; tokens come in order and as many as were asked for; after each lull no
+block is held and all invariants hold; at the end residuals hash to their originals, threads are gone, and memory has not grown. Ends with
+exit code 1 and the reasons otherwise. Results go to $OUT, or to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -165,9 +166,9 @@ def thread_names() -> list[str]:
 
 
 def build(args: argparse.Namespace, device: torch.device) -> Any:
-    """SmolLM2 with everything on."""
+    """SmolLM2, or random weights of ``--shape``, with everything on."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    model, _ = load_smollm2(dtype, device)
+    model = load_smollm2(dtype, device)[0] if args.shape is None else common.make_model(args.shape, device, dtype, args.layers)
     skipper = make_skipper(model, "random_skip", rate=0.5, depth=0.5)
     return depthfx.compile(
         model, weights="nested", skipper=skipper, memory=ElasticMemory(unit_mib=2.0, dwell_s=0.2, verify=True), kv_blocks=args.kv_blocks,
@@ -179,6 +180,8 @@ def parse_arguments() -> argparse.Namespace:
     """Arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--shape", choices=sorted(common.SHAPES), default=None, help="random weights of this shape instead of SmolLM2")
+    parser.add_argument("--layers", type=int, default=None, help="of --shape, to try the script")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--burst", type=int, default=40, help="most requests of a burst")
     parser.add_argument("--kv-blocks", type=int, default=48)
