@@ -1,20 +1,25 @@
 """Train a small skipper for SmolLM2, then serve it.
 
 Without arguments a few short steps on the language reference that every Python carries (`pydoc_data`), which shows how it is done and
-trains nothing worth having. A real one for SmolLM2 comes from the preset `smollm2`: a GPU, some minutes, the sources of Python's
-documentation (Debian's package python3.11-doc has them below html/_sources) and chats that the model makes up itself:
+trains nothing worth having. A real one for SmolLM2 comes from the preset `smollm2`: a GPU, ten minutes, the sources of Python's
+documentation (Debian's package python3.11-doc has them below html/_sources), and chats and documents that the model makes up itself:
 
     python examples/train_skipper.py --preset smollm2 --texts /usr/share/doc/python3.11/html/_sources --out RUN
 
-RUN gets the state, metrics with a plot, the held-out text and the result, the folder `skipper`. Any option after the preset replaces what it
-says. Started again with the same arguments, it goes on where it was stopped; `accelerate launch` (on CPUs: `torchrun`) in place of
+RUN gets what the model made up, the state, metrics with a plot, the held-out text and the result, the folder `skipper`. Any option after the
+preset replaces what it says. Started again with the same arguments, it goes on where it was stopped; `accelerate launch` (on CPUs: `torchrun`) in place of
 `python` uses several processes.
 """
 
 import argparse
+import copy
+import dataclasses
 import json
+import random
+import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -26,6 +31,7 @@ from depthfx.skippers.train import (
     TrainSettings,
     find_files,
     make_own_chats,
+    make_own_documents,
     make_sequences,
     plot_metrics,
     read_files,
@@ -36,16 +42,26 @@ from depthfx.smollm2 import load_smollm2
 
 PRESETS = {
     "look": {
-        "steps": 3, "annealing": 0, "batch": 2, "micro_batch": 2, "length": 48, "chats": 0, "log_every": 1, "head_bias": None,
+        "steps": 3, "annealing": 0, "batch": 2, "micro_batch": 2, "length": 48, "log_every": 1, "head_bias": None,
         "layers": list(range(22, 30)), "rate": 1e-4,
     },
     "smollm2": {
-        "steps": 550, "annealing": 200, "batch": 24, "micro_batch": 24, "length": 512, "chats": 1024, "log_every": 10, "dtype": "float16",
-        "device": "cuda", "rise": 0.4, "pattern": "*.rst.txt", "skip": 0.28, "shift": 0.3,
+        "minutes": 8.0, "batch": 24, "micro_batch": 24, "length": 512, "chats": 12_288, "documents": 4096, "log_every": 10,
+        "dtype": "float16", "device": "cuda", "rise": 0.4, "pattern": "*.rst.txt", "skip": 0.28, "shift": 0.3, "lm": 0.3,
+        "router_rate": 0.5, "head_std": 0.1,
         # Without any one of the others the loss on this text rises by more than 0.32 nats a token.
         "layers": [3, 4, 5, 6, 7, 10, 12, 13, 14, 15, 16, 17, 18, 21, 22, 25, 26, 27],
     },
 }  # fmt: skip
+
+# Whom the user's messages are for: with nothing said, about half of them ask for stories and programs, and few for sums.
+SUBJECTS = (
+    None,
+    "You are an expert in grade-school mathematics. The user asks word problems with numbers, and you solve them step by step.",
+)
+TEMPERATURES = (0.7, 1.0)
+START = 0  # SmolLM2's <|endoftext|>, which stands before each document
+PACE_STEPS = 30
 
 
 def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
@@ -54,7 +70,10 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--preset", choices=sorted(PRESETS), default="look")
     parser.add_argument("--texts", help="a folder; without it, the language reference of this Python")
     parser.add_argument("--pattern", default="*.txt", help="files of that folder")
-    parser.add_argument("--chats", type=int, help="so many more texts, made up by the model itself")
+    parser.add_argument("--chats", type=int, default=0, help="so many chats more, made up by the model itself")
+    parser.add_argument("--documents", type=int, default=0, help="so many documents more, likewise")
+    parser.add_argument("--prepare", action="store_true", help="end when these are made; --seed decides what is made up")
+    parser.add_argument("--together", type=int, help="so many are written at once; 512 on CUDA, 8 on a CPU")
     parser.add_argument("--out", help="a folder for state, metrics, plot and result; without it, a temporary one")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
@@ -64,6 +83,7 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--router", type=int, default=32, help="the router's width is the hidden size divided by this")
     parser.add_argument("--adapter", type=int, default=32, help="the adapter's width is that of the MLP divided by this")
     parser.add_argument("--head-bias", type=float, default=1.0, help="where the router starts: above 0 most rows run")
+    parser.add_argument("--head-std", type=float, default=0.0, help="how far its head's weights are from zero at the start")
     parser.add_argument("--skip", type=float, default=0.3, help="share of routed rows that are to skip")
     parser.add_argument("--rise", type=float, default=0.0, help="share of the first stage in which that share rises from 0")
     parser.add_argument("--max-penalty", type=float, default=0.05)
@@ -73,13 +93,14 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--distill", type=float, default=1.0, help="weight of the divergence from the frozen model")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--annealing-rate", type=float, default=5e-4, help="of the second stage")
+    parser.add_argument("--minutes", type=float, default=0.0, help="how long training may take, where no --steps are given; see `paced`")
     for name in ("steps", "annealing", "batch", "micro-batch", "length", "log-every"):
         parser.add_argument(f"--{name}", type=int, help="steps of the second stage" if name == "annealing" else None)
     parser.set_defaults(**PRESETS[parser.parse_known_args(arguments)[0].preset])
     return parser.parse_args(arguments)
 
 
-def find_texts(asked: argparse.Namespace, model: object, tokenizer: object) -> tuple[list, list]:
+def find_texts(asked: argparse.Namespace, tokenizer: object) -> tuple[list, list]:
     """What to train on and what to hold out, no file and no chat in both."""
     if asked.texts:
         files, held_out_files = split_files(find_files(asked.texts, asked.pattern), held_out=0.02, seed=asked.seed)
@@ -89,16 +110,38 @@ def find_texts(asked: argparse.Namespace, model: object, tokenizer: object) -> t
 
         names = sorted(topics)
         texts, held_out = [topics[n] for n in names[4:8]], [topics[n] for n in names[:1]]
-    if asked.chats:
-        file = Path(asked.out or tempfile.mkdtemp()) / "chats.jsonl"
+    if asked.chats or asked.documents:
+        file = Path(asked.out or tempfile.mkdtemp()) / "own.jsonl"
         if not file.exists():  # else a run that was stopped goes on with the same ones
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_lines(file, make_own_chats(model, tokenizer, asked.chats, seed=asked.seed))
-            torch.cuda.empty_cache()
-        chats = list(read_files([file]))
-        apart = max(1, len(chats) // 50)
-        texts, held_out = texts + chats[apart:], held_out + chats[:apart]
+            write_lines(file, make_own_texts(asked, tokenizer))
+        own = list(read_files([file]))
+        apart = max(1, len(own) // 50)
+        texts, held_out = texts + own[apart:], held_out + own[:apart]
     return texts, held_out
+
+
+def make_own_texts(asked: argparse.Namespace, tokenizer: object) -> list:
+    """Chats of each subject and documents, at each temperature; half of the sums without the marks of a chat. The compiled model writes them."""
+    at_once = asked.together or (512 if asked.device == "cuda" else 8)
+    model, _ = load_smollm2(getattr(torch, asked.dtype), asked.device)
+    writer = depthfx.compile(model, inductor=False, max_batch_size=at_once, max_model_len=512, kv_blocks=33 * at_once)
+    made: list = []
+    for number, temperature in enumerate(TEMPERATURES):
+        drawn = {"temperature": temperature, "top_p": 1.0, "batch_size": 1 << 20}
+        for place, subject in enumerate(SUBJECTS):
+            if count := asked.chats // (len(TEMPERATURES) * len(SUBJECTS)):
+                seed = 100 * asked.seed + 10 * number + place
+                chats = make_own_chats(writer, tokenizer, count, question_tokens=128, system=subject, seed=seed, **drawn)
+                for chat in chats[::2] if subject else ():
+                    chat["text"] = "\n".join(m["content"] for m in chat.pop("messages"))
+                made += chats
+        if count := asked.documents // len(TEMPERATURES):
+            made += make_own_documents(writer, tokenizer, count, start=START, seed=100 * asked.seed + number, **drawn)
+    del writer, model
+    if asked.device == "cuda":
+        torch.cuda.empty_cache()
+    return random.Random(asked.seed).sample(made, len(made))
 
 
 def write_lines(file: Path, items: list) -> None:
@@ -115,23 +158,50 @@ def settings_of(asked: argparse.Namespace) -> TrainSettings:
         stages=tuple(stages), batch_size=asked.batch, micro_batch=asked.micro_batch, decision="straight_through", recompute=False,
         seed=asked.seed, lm=asked.lm, distill=asked.distill, target_skip=asked.skip, target_rise=asked.rise, max_penalty=asked.max_penalty,
         controller_gain=0.2, controller_rate=0.03, controller_shift=0.0 if asked.head_bias is None else asked.shift,
-        router_rate=asked.router_rate, log_every=asked.log_every, evaluate_every=100, checkpoint_every=100,
+        router_rate=asked.router_rate, log_every=asked.log_every, evaluate_every=250, checkpoint_every=250,
     )  # fmt: skip
+
+
+def paced(asked: argparse.Namespace, model: object, skipper: object, data: object) -> None:
+    """Numbers of steps that take ``asked.minutes``, by the pace of a few steps of a copy; kept beside the state, so that a run can go on."""
+    file = Path(asked.out) / "steps.json" if asked.out else None
+    if file is None or not file.exists():
+        ends: list[float] = []
+        few = dataclasses.replace(
+            settings_of(argparse.Namespace(**{**vars(asked), "steps": PACE_STEPS, "annealing": 0})), settle_sequences=0, target_rise=0.0
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            train_skipper(
+                model, copy.deepcopy(skipper), data, folder, few, progress=False, on_step=lambda _: ends.append(time.perf_counter())
+            )
+        pace = statistics.fmean(b - a for a, b in zip(ends[9:], ends[10:], strict=False))
+        steps = max(3, int(0.9 * 60 * asked.minutes / pace))  # the rest: evaluation, settling, writing
+        asked.steps, asked.annealing = steps - steps // 3, steps // 3
+        print(f"{1 / pace:.2f} steps a second, so {asked.steps} and {asked.annealing} steps", flush=True)
+        if file:
+            file.write_text(json.dumps([asked.steps, asked.annealing]))
+    else:
+        asked.steps, asked.annealing = json.loads(file.read_text())
 
 
 def main(arguments: tuple[str, ...] = ()) -> float:
     """Train, and generate with the result; returns the share of rows that skip in held-out text."""
     asked = parse_arguments(arguments)
     model, tokenizer = load_smollm2(getattr(torch, asked.dtype), asked.device)
-    texts, held_out = find_texts(asked, model, tokenizer)
+    texts, held_out = find_texts(asked, tokenizer)
+    if asked.prepare:
+        print(f"{len(texts):,} texts to train on, {len(held_out):,} held out")
+        return 0.0
     data = make_sequences(texts, asked.length, model, tokenizer)
-    checked = make_sequences(held_out, asked.length, model, tokenizer).first(64 if asked.texts else 4)
+    checked = make_sequences(held_out, asked.length, model, tokenizer).spread(64 if asked.texts else 4)
     print(f"{data.ids.numel():,} tokens to train on, {checked.ids.numel():,} held out")
 
     skipper = make_skipper(
         model, "flexidepth", "adapter", layers=asked.layers, gate=asked.gate, reduction=asked.router, proj_reduction=asked.adapter,
-        head_bias=asked.head_bias, zero=True, seed=asked.seed,
+        head_bias=asked.head_bias, head_std=asked.head_std, zero=True, seed=asked.seed,
     )  # fmt: skip
+    if asked.minutes and not asked.steps:
+        paced(asked, model, skipper, data)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(asked.out or temporary)
         result = train_skipper(model, skipper, data, folder, settings_of(asked), checked)

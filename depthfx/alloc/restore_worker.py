@@ -14,8 +14,9 @@ what is left are races, and each has an event that prevents it:
 
 The queue holds at most ``max_in_flight`` chunks (8 of 4 MiB: about 0.6 ms of the link), which bounds what a cancelled unit still costs. The
 copy engine is the restore's alone: it serves no other stream while this one has a chunk queued, so a step must not copy anything to the
-device by it (`depthfx.runtime.host_ring` has the way past). Half of the chunks are issued at a time, so that the link has work while the
-thread comes back, and with one event for all. In between the thread sleeps in that event, and the driver wakes it by an interrupt. The
+device by it (`depthfx.runtime.host_ring` has the way past). Who does, as KV offload, is let in after 32 batches at most; where chunks
+take longer than the link needs by itself, fewer are in flight (``copier_thread.h``). Half of the chunks are issued at a time, so that the
+link has work while the thread comes back, and with one event for all. In between the thread sleeps in that event, and the driver wakes it by an interrupt. The
 thread is one of ``alloc/copier``: it has nothing to do with the interpreter, so it takes its lock from nobody, least of all from the thread
 that serves. Nothing may be submitted while a graph is captured.
 """
@@ -119,6 +120,11 @@ class RestoreWorker:
     def seconds_busy(self) -> float:
         """Seconds in which there was something to copy, waiting for ``after`` included; with ``copied_bytes`` the rate of the link."""
         return self.copier.seconds_busy
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        """How many chunks may be under way now, and how often that was halved because somebody else used the link."""
+        return self.copier.in_flight
 
     def submit(self, unit: int, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event | CopyEvent | None) -> None:
         """Copies ``source`` (host, pinned for CUDA) to ``target``, both uint8 ``[bytes]``, behind all units submitted before.

@@ -47,6 +47,8 @@ class ElasticStats:
     num_failures: int
     restored_bytes: int
     restore_seconds: float
+    chunks_in_flight: int  # that may be, now: fewer while somebody else uses the link
+    num_slow: int  # how often that was halved
 
 
 class ElasticControl:
@@ -231,7 +233,7 @@ class ElasticControl:
         """Counts so far."""
         region, worker = self.region, self.shared.worker
         restored = worker.copied_bytes - self._counted[0], worker.seconds_busy - self._counted[1]
-        return ElasticStats(region.num_lends, region.num_restores, region.num_cancels, self.num_failures, *restored)
+        return ElasticStats(region.num_lends, region.num_restores, region.num_cancels, self.num_failures, *restored, *worker.in_flight)
 
     def _count_changes(self) -> list[int] | None:
         """Of each residual tensor, what torch counts; None for tensors made in inference mode, where it counts nothing."""

@@ -131,6 +131,7 @@ def _lending(control: ElasticControl | None, switched: bool) -> list[str]:
     return [
         f"policy {control.settings.policy}; {moves}",
         f"restored {in_bytes(moved.restored_bytes)} in {moved.restore_seconds:.3f} s of copying ({rate}); {in_bytes(backlog)} on their way",
+        f"chunks in flight: up to {moved.chunks_in_flight}, halved {moved.num_slow} times for others on the link",
     ]
 
 

@@ -17,6 +17,7 @@ _P, _Z, _I, _L = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_long
 _SIGNATURES = {
     "gate": ([_I], None),
     "delay": ([ctypes.c_uint64, ctypes.c_uint], None),
+    "pace": ([ctypes.c_double], None),
     "catch": ([_L], None),
     "caught": ([], _I),
     "fail": ([ctypes.c_char_p, _L, _I], None),
@@ -120,6 +121,10 @@ class FakeDevice:
     def delay(self, seed: int, most_us: int) -> None:
         """Everything on the device takes a random time more."""
         self.call["delay"](seed, most_us)
+
+    def pace(self, factor: float) -> None:
+        """By the time that events tell, copies take so many times as long from now on; nobody waits longer."""
+        self.call["pace"](factor)
 
     def fail(self, name: str, nth: int = 1, code: int = 700) -> None:
         """The ``nth`` call of a driver function from now on fails, once."""

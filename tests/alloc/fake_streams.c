@@ -9,9 +9,9 @@
 enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 enum { COPY, WAIT, RECORD, FILL, CHECK, BLOCK };
 
-typedef struct { int alive; uint64_t recorded, completed; } Event;
+typedef struct { int alive; uint64_t recorded, completed; double at; } Event;
 typedef struct Op { struct Op* next; int kind; char *target; const char* source; size_t size; int value; Event* event; uint64_t turn; } Op;
-typedef struct { int alive, gated, blocked; Op *first, **last; uint64_t queued, ended; pthread_t thread; } Stream;
+typedef struct { int alive, gated, blocked; Op *first, **last; uint64_t queued, ended; double clock; pthread_t thread; } Stream;
 typedef struct { const char* name; long count, fail_at; int code; } Call;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -23,6 +23,7 @@ static size_t queued_bytes, most_bytes;
 static unsigned most_us;
 static long catch_in;
 static int caught;
+static double pace = 1; /* milliseconds a byte, in the time that events tell */
 static uint64_t seed = 1;
 static Stream* default_stream;
 static _Thread_local int depth, mode;
@@ -72,8 +73,8 @@ static void run(Stream* stream, Op* op) { /* without the lock */
         if (at % 256 == 0 && most_us) pause_at_random();
     }
     pthread_mutex_lock(&lock);
-    if (op->kind == RECORD && op->event->completed < op->turn) op->event->completed = op->turn;
-    if (op->kind == COPY) queued_bytes -= op->size;
+    if (op->kind == RECORD && op->event->completed < op->turn) op->event->completed = op->turn, op->event->at = stream->clock;
+    if (op->kind == COPY) queued_bytes -= op->size, stream->clock += pace * (double)op->size;
     stream->ended++;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
@@ -128,6 +129,7 @@ void fake_delay(uint64_t first, unsigned us) {
     most_us = us;
     pthread_mutex_unlock(&lock);
 }
+void fake_pace(double ms) { pthread_mutex_lock(&lock); pace = ms; pthread_mutex_unlock(&lock); }
 void fake_catch(long nth) {
     pthread_mutex_lock(&lock);
     catch_in = nth;
@@ -253,7 +255,7 @@ int cuStreamSynchronize(Stream* stream) {
     for (uint64_t until = stream->queued; stream->ended < until;) pthread_cond_wait(&changed, &lock);
     END
 }
-int cuEventCreate(Event** event, unsigned flags) { BEGIN("cuEventCreate") REQUIRE(flags == 3) { *event = fake_event(); num_events++; } END }
+int cuEventCreate(Event** event, unsigned flags) { BEGIN("cuEventCreate") REQUIRE(flags == 1) { *event = fake_event(); num_events++; } END }
 int cuEventDestroy_v2(Event* event) { BEGIN("cuEventDestroy_v2") REQUIRE(event->alive) { event->alive = 0; num_events--; } END }
 int cuEventRecord(Event* event, Stream* stream) {
     BEGIN("cuEventRecord")
@@ -263,6 +265,14 @@ int cuEventRecord(Event* event, Stream* stream) {
 int cuEventSynchronize(Event* event) {
     BEGIN("cuEventSynchronize")
     REQUIRE(event->alive) for (uint64_t turn = event->recorded; event->completed < turn;) pthread_cond_wait(&changed, &lock);
+    END
+}
+int cuEventQuery(Event* event) {
+    BEGIN("cuEventQuery") REQUIRE(event->alive) result = event->completed < event->recorded ? 600 : SUCCESS; END
+}
+int cuEventElapsedTime(float* ms, Event* first, Event* last) {
+    BEGIN("cuEventElapsedTime")
+    REQUIRE(first->completed == first->recorded && last->completed == last->recorded) *ms = (float)(last->at - first->at);
     END
 }
 int cuMemcpyHtoDAsync_v2(char* target, const void* source, size_t size, Stream* stream) {

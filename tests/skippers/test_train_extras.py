@@ -7,7 +7,9 @@ import torch
 
 from depthfx.errors import SettingError, SkipperError
 from depthfx.skippers import load_skipper, make_skipper
-from depthfx.skippers.train import Stage, TrainSettings, evaluate_skipper, make_own_chats, routed_training
+from depthfx.skippers.train import Stage, TrainSettings, evaluate_skipper, make_own_chats, make_own_documents, routed_training
+from depthfx.skippers.train import loss as loss_module
+from depthfx.skippers.train.sequences import IGNORED
 from depthfx.skippers.train.settings import offset_of, target_share
 from tests.skippers.train_toys import data, model, settings, skipper, train
 
@@ -22,6 +24,11 @@ def test_a_router_can_start_with_all_rows_running_and_an_adapter_with_nothing():
         with routing.off():
             assert torch.equal(routed, of(input_ids=ids, use_cache=False).logits)
     assert all(p(torch.ones(2, 64), torch.ones(2, 64)).abs().max() == 0 for p in made.projectors)
+    spread = make_skipper(of, "flexidepth", "adapter", reduction=4, proj_reduction=4, head_bias=3.0, head_std=0.1, seed=1)
+    assert 0.05 < float(spread.policies[0].router_head.weight.std()) < 0.15 and float(spread.policies[0].router_head.bias) == 3.0
+    for wrong in ({"head_std": 0.1}, {"head_std": -1.0, "head_bias": 1.0}):
+        with pytest.raises(SkipperError, match="give 0 or more, and above 0 only with head_bias"):
+            make_skipper(of, "flexidepth", "adapter", **wrong)
     with pytest.raises(SkipperError, match="head_bias='much' is not allowed; give a finite number"):
         make_skipper(of, "flexidepth", "adapter", head_bias="much")
 
@@ -89,6 +96,25 @@ def test_the_result_of_each_stage_is_kept(tmp_path):
     assert not (tmp_path / "alone" / "skipper-alignment").exists()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_losses_by_chunks_have_the_gradients_of_the_plain_ones(monkeypatch, temperature):
+    monkeypatch.setattr(loss_module, "_CHUNK", 4 * 50)
+    torch.manual_seed(0)
+    logits, base = torch.randn(3, 9, 50, requires_grad=True), torch.randn(3, 9, 50)
+    labels, real = torch.randint(0, 50, (3, 9)), torch.ones(3, 9, dtype=torch.bool)
+    labels[0, 5:] = IGNORED
+    found = loss_module.sum_losses(logits, labels, real, [torch.ones(3, 9)], base, temperature)
+    (0.3 * found.lm + 0.7 * found.distill).backward()
+    ours, logits.grad = logits.grad, None
+    kept = labels[:, 1:] != IGNORED
+    lm = torch.nn.functional.cross_entropy(logits[:, :-1][kept], labels[:, 1:][kept], reduction="sum")
+    wide, exact = (torch.log_softmax(x[:, :-1][kept] / temperature, -1) for x in (logits, base))
+    distill = torch.nn.functional.kl_div(wide, exact, log_target=True, reduction="sum") * temperature**2
+    (0.3 * lm + 0.7 * distill).backward()
+    torch.testing.assert_close((found.lm, found.distill), (lm, distill))
+    torch.testing.assert_close(ours, logits.grad)
+
+
 class Letters:
     """A tokenizer of single letters with a chat template of its own; 1 is the end."""
 
@@ -118,6 +144,12 @@ def test_a_model_makes_up_chats():
     assert all(questions) and len(set(questions)) == len(questions)
     with pytest.raises(SkipperError, match="wrote no message that ends within 1 tokens"):
         make_own_chats(of, Letters(), 2, question_tokens=1)
+    about = make_own_chats(of, Letters(), 24, question_tokens=40, answer_tokens=6, system="sums", seed=3)
+    assert {m["role"] for c in about for m in c["messages"]} == {"user", "assistant"} and about != made
+    written = make_own_documents(of, Letters(), 24, tokens=40, batch_size=16, start=7, seed=3)
+    words = [d["text"].split() for d in written]
+    assert written == make_own_documents(of, Letters(), 24, tokens=40, batch_size=16, start=7, seed=3) and max(map(len, words)) == 40
+    assert any(w[-1] == "7" for w in words) and not any("7" in w[:-1] for w in words), "the token before a document ends it as well"
     plain = Letters()
     plain.chat_template = None
     with pytest.raises(SkipperError, match="no chat template"):

@@ -1,6 +1,6 @@
 /* Copies from the host in the background: one thread, one stream, units one after another. No call of it touches the interpreter.
  *
- * Chunks are issued by cuMemcpyHtoDAsync on a stream of the copier's own, at most `most` under way, half of them together with one event
+ * Chunks are issued by cuMemcpyHtoDAsync on a stream of the copier's own, at most `flight` under way, half of them together with one event
  * behind them; between two batches the thread sleeps in that event until the device raises an interrupt. Without a device (ordinal -1)
  * the same loop copies on the host, one chunk at a time. A job ends (take tells of it) once no byte of it can be under way any more.
  * Calls may come from any thread; those that fail change nothing. A process forked from one with a copier has no thread for it. */
@@ -22,7 +22,7 @@ typedef struct {
 } Report;
 
 typedef struct {
-    int64_t copied_bytes, busy_ns, idle, died;
+    int64_t copied_bytes, busy_ns, idle, died, flight, num_slow;
 } Stats;
 
 static int is_forked(const Copier* copier) { return getpid() != copier->process; }
@@ -46,9 +46,9 @@ static void make_lock(pthread_mutex_t* lock, pthread_cond_t* changed) {
 static int make_stream(Copier* copier, char* why) {
     CudaDriver* driver = &copier->driver;
     if (check(driver, driver->stream_create(&copier->stream, STREAM_NON_BLOCKING), "cuStreamCreate", why)) return -1;
-    int failed = 0, flags = EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING;
+    int failed = 0;
     for (int i = 0; !failed && i < copier->most; i++)
-        failed = check(driver, driver->event_create(&copier->batches[i].event, flags), "cuEventCreate", why);
+        failed = check(driver, driver->event_create(&copier->batches[i].event, EVENT_BLOCKING_SYNC), "cuEventCreate", why);
     return failed;
 }
 
@@ -112,7 +112,7 @@ EXPORT Copier* depthfx_copier_open(const char* library, int ordinal, int most, c
     make_lock(&copier->lock, &copier->changed);
     make_lock(&copier->hooks.lock, &copier->hooks.changed);
     copier->last_ended = &copier->ended;
-    copier->most = most;
+    copier->most = copier->flight = most;
     copier->process = getpid();
     copier->queues = ordinal >= 0;
     if (copier->queues && open_device(copier, library, ordinal, why)) {
@@ -192,12 +192,12 @@ EXPORT int depthfx_copier_take(Copier* copier, Report* report) {
 /* Counts at this moment. */
 EXPORT void depthfx_copier_stats(Copier* copier, Stats* stats) {
     if (is_forked(copier)) {
-        *stats = (Stats){copier->copied_bytes, copier->busy_ns, 1, 1};
+        *stats = (Stats){copier->copied_bytes, copier->busy_ns, 1, 1, copier->flight, copier->num_slow};
         return;
     }
     pthread_mutex_lock(&copier->lock);
     int64_t busy = copier->busy_since == 0 ? 0 : now_ns() - copier->busy_since;
-    *stats = (Stats){copier->copied_bytes, copier->busy_ns + busy, is_idle(copier), copier->died};
+    *stats = (Stats){copier->copied_bytes, copier->busy_ns + busy, is_idle(copier), copier->died, copier->flight, copier->num_slow};
     pthread_mutex_unlock(&copier->lock);
 }
 

@@ -36,7 +36,7 @@ class _Report(ctypes.Structure):
 
 
 class _Stats(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("copied_bytes", "busy_ns", "idle", "died")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("copied_bytes", "busy_ns", "idle", "died", "flight", "num_slow")]
 
 
 _I, _L, _U, _Z, _P, _D = ctypes.c_int, ctypes.c_long, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_double
@@ -126,6 +126,12 @@ class Copier:
     def seconds_busy(self) -> float:
         """Seconds in which there was something to copy."""
         return self._stats().busy_ns * 1e-9
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        """How many chunks may be under way now, and how often that was halved because somebody else used the link."""
+        found = self._stats()
+        return found.flight, found.num_slow
 
     @property
     def is_idle(self) -> bool:

@@ -11,7 +11,7 @@
 
 typedef struct CUstream_st* CUstream;
 typedef struct CUevent_st* CUevent;
-enum { STREAM_NON_BLOCKING = 1, EVENT_BLOCKING_SYNC = 1, EVENT_DISABLE_TIMING = 2 };
+enum { STREAM_NON_BLOCKING = 1, EVENT_BLOCKING_SYNC = 1, NOT_READY = 600 };
 
 #define DRIVER_FUNCTIONS(X)                                                       \
     X(init, cuInit, (unsigned))                                                   \
@@ -29,6 +29,8 @@ enum { STREAM_NON_BLOCKING = 1, EVENT_BLOCKING_SYNC = 1, EVENT_DISABLE_TIMING = 
     X(event_destroy, cuEventDestroy_v2, (CUevent))                                \
     X(event_record, cuEventRecord, (CUevent, CUstream))                           \
     X(event_synchronize, cuEventSynchronize, (CUevent))                           \
+    X(event_query, cuEventQuery, (CUevent))                                       \
+    X(event_elapsed, cuEventElapsedTime, (float*, CUevent, CUevent))              \
     X(copy, cuMemcpyHtoDAsync_v2, (CUdeviceptr, const void*, size_t, CUstream))   \
     X(error_name, cuGetErrorName, (CUresult, const char**))                       \
     X(error_string, cuGetErrorString, (CUresult, const char**))
@@ -62,6 +64,7 @@ typedef struct {
 typedef struct {
     Piece* pieces;
     int num_pieces, num_chunks, has_event;
+    int follows; /* it was queued while the batch before was under way, and waits for nothing else: their events time it */
     CUevent event;
 } Batch;
 
@@ -78,7 +81,11 @@ typedef struct {
     Batch* batches;
     Piece* pieces;
     int most, num_flying; /* chunks that may be under way, and are */
+    int flight, num_slow;    /* of `most`, how many may be under way now; how often that was halved */
+    int run;                 /* batches since the queue was empty */
+    double best;             /* nanoseconds a byte of the link by itself; 0: not known */
     uint64_t issued, landed; /* numbers of batches */
+    uint64_t decided;        /* batches up to this one were issued before `flight` last changed */
     Job *jobs, *ended, **last_ended;
     int issuing, closing, thread_ended, joined, died;
     char why[WHY]; /* it died */

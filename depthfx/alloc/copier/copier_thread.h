@@ -1,8 +1,16 @@
-/* The thread: issues chunks where there is room, else waits for the oldest batch, else for work. */
+/* The thread: issues chunks where there is room, else waits for the oldest batch, else for work.
+ *
+ * How much may be under way follows the link: halved when a batch takes SLOW times as long as the link needs by itself, for then somebody
+ * else uses it, and one chunk more otherwise, up to `most`. One chunk at a time lets everybody in, for the queue runs empty behind it. A copy
+ * of another stream that the engine does not serve beside this one's slows nothing, so the queue also runs empty after every RUN batches. */
 #ifndef DEPTHFX_COPIER_THREAD_H
 #define DEPTHFX_COPIER_THREAD_H
 
 #include "copier_state.h"
+
+#define SLOW 1.5     /* beside decode it is 1.1, where somebody else has half of the link it is 2 */
+#define FORGET 1.001 /* a batch: a link that stays slow is the link after some 400 batches (6 GiB) */
+#define RUN 32       /* batches of 16 MiB: 10 ms at most for who waits; 0.05 ms without a copy then are 0.5 % */
 
 static void die(Copier* copier, const char* why) {
     pthread_mutex_lock(&copier->lock);
@@ -29,8 +37,8 @@ static void pass(Copier* copier, int place, Job* job) {
 /* Takes the next chunks of the waiting jobs, at most half of what may be under way; the caller holds the lock. */
 static Batch* gather(Copier* copier) {
     Batch* batch = copier->batches + (copier->issued + 1) % (uint64_t)copier->most;
-    int half = (copier->most + 1) / 2;
-    batch->num_pieces = batch->num_chunks = batch->has_event = 0;
+    int half = (copier->flight + 1) / 2;
+    batch->num_pieces = batch->num_chunks = batch->has_event = batch->follows = 0;
     for (Job* job; batch->num_chunks < half && (job = next_job(copier)) != NULL;) {
         size_t room = (size_t)(half - batch->num_chunks), left = job->bytes - job->issued;
         size_t chunks = (left - 1) / job->chunk + 1;
@@ -91,17 +99,48 @@ static void record(Copier* copier, Batch* batch) {
     for (int i = 0; i < batch->num_pieces; i++) fail_now(copier, batch->pieces[i].job, why);
 }
 
+/* Whether the event of the batch before and that of this one will be its own time apart. With fewer slots an event might be used anew. */
+static int follows(Copier* copier, const Batch* batch) {
+    const Batch* before = copier->batches + copier->issued % (uint64_t)copier->most;
+    if (!copier->queues || copier->most < 3 || copier->issued == copier->landed || !before->has_event) return 0;
+    for (int i = 0; i < batch->num_pieces; i++)
+        if (batch->pieces[i].first == 0 && batch->pieces[i].job->after != NULL) return 0;
+    return copier->driver.event_query(before->event) == NOT_READY;
+}
+
+/* Nanoseconds a byte of a batch that has landed; 0: not known, as of less than a chunk. The driver tells of its failures elsewhere. */
+static double time_of(const Copier* copier, const Batch* batch) {
+    const Batch* before = copier->batches + copier->landed % (uint64_t)copier->most;
+    size_t bytes = 0;
+    float ms = 0;
+    for (int i = 0; i < batch->num_pieces; i++) bytes += batch->pieces[i].end - batch->pieces[i].first;
+    if (!batch->follows || bytes == 0 || bytes < batch->pieces[0].job->chunk) return 0;
+    return copier->driver.event_elapsed(&ms, before->event, batch->event) == CUDA_SUCCESS ? ms * 1e6 / (double)bytes : 0;
+}
+
+/* The next change waits for batches that were issued after this one. The caller holds the lock. */
+static void adapt(Copier* copier, double ns) {
+    if (ns > 0) copier->best = copier->best == 0 || ns < copier->best ? ns : copier->best * FORGET;
+    if (copier->landed <= copier->decided) return;
+    int slow = ns > SLOW * copier->best, flight = slow ? (copier->flight + 1) / 2 : copier->flight + 1;
+    copier->num_slow += slow;
+    copier->flight = flight < copier->most ? flight : copier->most;
+    copier->decided = copier->issued;
+}
+
 static void issue(Copier* copier) {
     pass(copier, BEFORE_CHUNK, NULL);
     pthread_mutex_lock(&copier->lock);
     Batch* batch = copier->died ? NULL : gather(copier);
     pthread_mutex_unlock(&copier->lock);
     if (batch == NULL) return; /* cancelled or failed meanwhile */
+    batch->follows = follows(copier, batch);
     for (int i = 0; i < batch->num_pieces; i++) hand_over(copier, batch->pieces + i);
     record(copier, batch);
     pthread_mutex_lock(&copier->lock);
     copier->issuing = 0;
     copier->issued++;
+    copier->run++;
     copier->num_flying += batch->num_chunks;
     for (int i = 0; i < batch->num_pieces; i++) {
         Piece piece = batch->pieces[i];
@@ -119,8 +158,10 @@ static void land(Copier* copier) {
     int failed = batch->has_event && check(&copier->driver, copier->driver.event_synchronize(batch->event), "cuEventSynchronize", why);
     for (int i = 0; !failed && i < batch->num_pieces; i++)
         if (batch->pieces[i].end == batch->pieces[i].job->bytes) pass(copier, BEFORE_DONE, batch->pieces[i].job);
+    double ns = failed ? 0 : time_of(copier, batch);
     pthread_mutex_lock(&copier->lock);
     copier->landed++;
+    adapt(copier, ns);
     copier->num_flying -= batch->num_chunks;
     for (int i = 0; i < batch->num_pieces; i++) {
         Piece piece = batch->pieces[i];
@@ -152,7 +193,9 @@ static void* work(void* argument) {
         pthread_mutex_lock(&copier->lock);
         while (!copier->died && !copier->closing && copier->issued == copier->landed && next_job(copier) == NULL)
             pthread_cond_wait(&copier->changed, &copier->lock);
-        issues = !copier->died && next_job(copier) != NULL && copier->most - copier->num_flying >= (copier->most + 1) / 2;
+        if (copier->issued == copier->landed) copier->run = 0;
+        issues = !copier->died && copier->run < RUN && next_job(copier) != NULL;
+        issues = issues && copier->flight - copier->num_flying >= (copier->flight + 1) / 2;
         int lands = copier->issued != copier->landed;
         pthread_mutex_unlock(&copier->lock);
         if (issues) issue(copier);

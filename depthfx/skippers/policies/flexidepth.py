@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from depthfx.contracts import Decision, Policy, Rows
+from depthfx.errors import SkipperError
 from depthfx.skippers.model_shape import ModelShape
 from depthfx.skippers.norm import RmsNorm
 from depthfx.skippers.options import check_count, check_number
@@ -40,18 +41,24 @@ class FlexiDepthRouter(Policy):
         return Decision(weight > self.threshold, weight)
 
 
-def make(shape: ModelShape, layers: tuple[int, ...], *, reduction: int = 16, head_bias: float | None = None, seed: int = 0) -> list[Policy]:
+def make(
+    shape: ModelShape, layers: tuple[int, ...], *, reduction: int = 16, head_bias: float | None = None, head_std: float = 0.0, seed: int = 0
+) -> list[Policy]:  # fmt: skip
     """A router for each layer, untrained (weights drawn from ``seed``); ``reduction`` divides H.
 
     ``head_bias``: where the head's bias starts, its weights then being zero (None: it has none): above 0 every row runs at first, in all
-    layers alike, and what skips is found by training alone.
+    layers alike, and what skips is found by training alone. ``head_std``: of those weights instead of zeros, so that logits differ by more
+    than training changes them in a step; 0.1 makes them differ by about 0.5.
     """
+    check_number("head_std", head_std)
+    if head_std < 0 or (head_std and head_bias is None):
+        raise SkipperError(f"head_std={head_std} is not allowed; give 0 or more, and above 0 only with head_bias")
     with seeded(seed):
         made = [FlexiDepthRouter(shape.hidden_size, reduction, shape.norm_eps, head_bias=head_bias is not None) for _ in layers]
-    if head_bias is not None:
-        for router in made:
-            nn.init.constant_(router.router_head.bias, check_number("head_bias", head_bias))
-            nn.init.zeros_(router.router_head.weight)
+        if head_bias is not None:
+            for router in made:
+                nn.init.constant_(router.router_head.bias, check_number("head_bias", head_bias))
+                nn.init.normal_(router.router_head.weight, std=head_std)
     return list(made)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from depthfx.skippers.train.evaluate import Evaluation, evaluate_skipper
 from depthfx.skippers.train.metrics import plot_metrics, read_metrics
-from depthfx.skippers.train.own_chats import make_own_chats
+from depthfx.skippers.train.own_chats import make_own_chats, make_own_documents
 from depthfx.skippers.train.routing import routed_training
 from depthfx.skippers.train.sequences import Sequences, documents, make_sequences
 from depthfx.skippers.train.settings import RELEASED, STE_HARD, Stage, TrainSettings
@@ -14,6 +14,6 @@ from depthfx.skippers.train.trainer import TrainResult, train_skipper
 
 __all__ = [
     "RELEASED", "STE_HARD", "Evaluation", "Sequences", "Settled", "Stage", "TrainResult", "TrainSettings", "documents", "evaluate_skipper",
-    "find_files", "make_own_chats", "make_sequences", "plot_metrics", "read_files", "read_metrics", "routed_training", "settle_checkpoint",
-    "settle_skipper", "split_files", "train_skipper",
+    "find_files", "make_own_chats", "make_own_documents", "make_sequences", "plot_metrics", "read_files", "read_metrics", "routed_training",
+    "settle_checkpoint", "settle_skipper", "split_files", "train_skipper",
 ]  # fmt: skip
