@@ -101,7 +101,9 @@ def test_report_after_restore_and_close():
     text = model.memory()
     assert "90.00 KiB in place, 0 bytes coming back, 0 bytes lent" in text
     assert "full: layers 0-2" in text
-    assert re.search(r"8 lends, 8 restores, .*\n.*restored 90.00 KiB in .* GB/s\); 0 bytes on their way\n.*in flight: up to 1, halved 0 times", text)
+    assert re.search(
+        r"8 lends, 8 restores, .*\n.*restored 90.00 KiB in .* GB/s\); 0 bytes on their way\n.*in flight: up to 1, halved 0 times", text
+    )
     model.engine.close()
     assert "the engine is closed" in model.memory()
 
