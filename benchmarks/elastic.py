@@ -40,7 +40,7 @@ GIB, MIB = 1 << 30, 1 << 20
 COLUMNS = {
     "capacity": ["what", "blocks", "GiB", "of static_full", "waste %"],
     "lend": ["what", "units", "blocks", "us", "us until cleared"],
-    "restore": ["what", "GB/s", "ms a step", "p99 ms", "steps"],
+    "restore": ["what", "GB/s", "ms a step", "p99 ms", "steps", "halved"],
     "steps": ["batch", "elastic ms", "plain ms", "ratio"],
     "map": ["backend", "GiB", "MiB of a unit", "units", "s to build", "s to close"],
     "burst": ["policy", "tokens/s", "seconds", "preemptions", "mean TTFT s", "p99 TTFT s", "p99 gap ms", "tokens all full %", "layers full %",
@@ -182,8 +182,10 @@ def admit_once(model: Any, blocks: int, filled: int, opened: int, units: int) ->
 def restore(model: Any, batch: int, prompt: int) -> Rows:
     """The link's rate while nothing runs and beside ``batch`` decodes, and what the decodes notice; fast precision throughout."""
     engine = model.engine
+    slow = [engine.control.stats().num_slow]  # how often the worker kept less in flight; of the last worker, if one ended
     rates = [restore_idle(engine) for _ in range(3)]
-    rows: Rows = [{"what": "idle", "GB/s": statistics.median(rates) / 1e9}]
+    slow.append(engine.control.stats().num_slow)
+    rows: Rows = [{"what": "idle", "GB/s": statistics.median(rates) / 1e9, "halved": slow[1] - slow[0]}]
     engine.set_precision("fast")
     settings = engine.control.settings
     engine.control.settings = replace(settings, dwell_s=0.1)  # more rounds of lending and restoring in the same time
@@ -196,10 +198,12 @@ def restore(model: Any, batch: int, prompt: int) -> Rows:
         engine.set_precision("full")
         engine.control.settings = settings
         engine.restore()
+    slow.append(engine.control.stats().num_slow)
     for what, times, speed in ((f"batch {batch}, restoring", beside, rate / 1e9), (f"batch {batch}, not restoring", calm, None)):
         ordered = sorted(times)
         p99 = ordered[int(0.99 * (len(ordered) - 1))] * 1e3
         rows.append({"what": what, "GB/s": speed, "ms a step": statistics.mean(times) * 1e3, "p99 ms": p99, "steps": len(times)})
+    rows[1]["halved"] = slow[2] - slow[1]
     ratio = {key: rows[1][key] / rows[2][key] for key in ("ms a step", "p99 ms")}
     return [*rows, {"what": "ratio", **ratio}]
 
