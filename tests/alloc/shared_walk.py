@@ -327,13 +327,13 @@ class Walk:
 def drive(world: World, seed: int, enough: Callable[[int], bool]) -> Counter[str]:
     """Walks of :data:`STEPS` random operations until ``enough(operations)``; what they reached."""
     seen: Counter[str] = Counter()
-    number = 0
+    number, known = 0, list(Walk.rules())
     while not enough(seen["operations"]):
         draw, calls = random.Random(f"{seed} {number}"), []
         walk, num_first = Walk(world, seen), draw.randrange(2, ROWS + 1)  # it begins under load
         try:
             for turn in range(STEPS):
-                rules = [(name, choices) for name, choices, loaded in Walk.rules() if walk.tokens or not loaded]
+                rules = [(name, choices) for name, choices, loaded in known if walk.tokens or not loaded]
                 name, choices = draw.choice(rules) if turn >= num_first else next(r for r in rules if r[0] == "admit")
                 calls.append((name, {argument: draw.choice(values) for argument, values in choices.items()}))
                 getattr(walk, name)(**calls[-1][1])
