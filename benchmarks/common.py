@@ -106,9 +106,17 @@ def depthfx_groups(args: Any) -> dict[str, list[tuple[str, str | None]]]:
 
 def release() -> None:
     """Give back the memory of models that nobody holds any more."""
+    gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def settle() -> None:
+    """What exists now is not searched for garbage any more until :func:`release`, as in a server that has started: compiling leaves so many
+    objects that one search would be a gap between tokens."""
+    gc.collect()
+    gc.freeze()
 
 
 def weight_bytes_per_step(model: Any) -> int:

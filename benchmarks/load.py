@@ -146,6 +146,7 @@ class Bench:
             asks = self.workload.asks(0)
             load_arms.check_room(self._model, asks)
             load_arms.warm_up(self._model, asks[: min(16, self.args.max_batch)])
+            common.settle()
         return self._model
 
     def close(self) -> None:
@@ -157,9 +158,12 @@ class Bench:
 
     def run(self, name: str, asks: list[Ask], rate: float, repeat: int, limits: Limits) -> dict[str, Any]:
         """One run of an arm at a rate, as a row."""
-        model = self.arm(name)
+        fresh, model = name != self._name, self.arm(name)
         load_arms.reset(model)
         jobs = self.workload.jobs(asks, rate, repeat)
+        if fresh and self.args.warm_up:  # as in the run: libraries look for an algorithm when they meet a number of rows
+            replay(model.engine, jobs[: self.args.warm_up])
+            load_arms.reset(model)
         timeline = model.engine.timeline()
         eos = _eos(model) if self.args.work == "natural" else ()
         run = replay(model.engine, jobs, eos, limits)
@@ -252,7 +256,8 @@ def capacity(bench: Bench, name: str, repeat: int) -> None:
     print(f"{name}: capacity {found.rate:.3f}/s ({found.status}; fails at {found.fails_at})", flush=True)
     bench.rows.append(row)
     base = [r["capacity/s"] for r in bench.rows if r["kind"] == "capacity" and r["arm"] == args.arms[0]][-1]
-    for of, share, most in [("own", x, found.rate) for x in args.own_shares] + [("baseline", x, base) for x in args.base_shares]:
+    own = args.own_shares if name != args.arms[0] else []
+    for of, share, most in [("own", x, found.rate) for x in own] + [("baseline", x, base) for x in args.base_shares]:
         if most:
             run = bench.run(name, asks, share * most, repeat, Limits(args.limit_s))
             bench.rows.append({"kind": "run", "share of capacity": share, "capacity of": of, **run})

@@ -30,6 +30,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-output", type=int, default=None, help="in natural work: what every request may produce")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--warm-up", type=int, default=0, help="requests that each arm serves before its first run")
     parser.add_argument("--lead-in", type=float, default=0.0, help="seconds before the measuring window")
 
 
@@ -55,9 +56,11 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--guesses", type=float, nargs="+", default=None, metavar="RATE",
                         help="instead of --capacity: where the search begins, one for each arm or one for all")  # fmt: skip
     parser.add_argument(
-        "--own-shares", type=float, nargs="+", default=[], metavar="SHARE", help="then run at so much of the arm's capacity"
+        "--own-shares", type=float, nargs="+", default=[], metavar="SHARE", help="then the others run at so much of their own"
     )
-    parser.add_argument("--base-shares", type=float, nargs="+", default=[], metavar="SHARE", help="and at so much of the baseline's")
+    parser.add_argument(
+        "--base-shares", type=float, nargs="+", default=[], metavar="SHARE", help="and all arms at so much of the baseline's"
+    )
     parser.add_argument("--resolution", type=float, default=0.05, help="relative, of the capacity")
     parser.add_argument("--share", type=float, default=0.9, help="that must attain the SLO")
     parser.add_argument("--name", default="run", help="of the files: DATE-load-NAME")

@@ -64,7 +64,8 @@ class SkipMap:
         asks = self.workload.asks(0)
         load_arms.check_room(self.model, asks)
         for depth in ("dense", "routed"):
-            load_arms.warm_up(self.model, asks[: min(16, args.max_batch)], depth)
+            load_arms.warm_up(self.model, asks[: max(min(16, args.max_batch), args.warm_up)], depth)
+        common.settle()
         self.how = "over repeats" if args.repeats > 1 else "over requests"
         self.rows: list[dict[str, Any]] = []
         self.changes: list[dict[str, Any]] = []  # one for each cell that was run
