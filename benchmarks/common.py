@@ -55,8 +55,8 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
-    """A model of ``shape`` with random weights (std 0.02), never zeros."""
+def make_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None, values: str = "normal") -> Any:
+    """A model of ``shape`` with random weights, never zeros: of standard deviation 0.02 and norms of 1, or those of :func:`add_value_option`."""
     config_class, values = SHAPES[shape]
     config = config_class(**{**values, **({"num_hidden_layers": layers} if layers else {})})
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
@@ -65,7 +65,9 @@ def make_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int
     model = model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     for name, p in model.named_parameters():
-        if p.dim() == 1:
+        if values == "tiny":
+            p.data.uniform_(-1e-3, 1e-3, generator=generator)
+        elif p.dim() == 1:
             p.data.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             p.data.normal_(0, 0.02, generator=generator)
@@ -80,6 +82,20 @@ def make_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int
 
 # Arms of depthfx beside the plain one, which `--weights` and `--precision` define: settings.weights and the precision to set.
 _ARMS = {"depthfx-full": ("nested", "full"), "depthfx-fast": ("nested", "fast"), "depthfx-fp8": ("fp8", None)}
+
+
+def add_value_option(parser: Any) -> None:
+    """``--values``, of all weights."""
+    parser.add_argument(
+        "--values", choices=["normal", "tiny"], default="normal",
+        help="tiny: uniform between -0.001 and 0.001 in every tensor, norms too, as engines fill a model whose weights are not loaded; "
+        "activations then nearly vanish, and products draw less power",
+    )  # fmt: skip
+
+
+def suffix(args: Any) -> str:
+    """Of a result's name: runs with other values than the usual ones are not mixed up with those."""
+    return "" if args.values == "normal" else f"-{args.values}"
 
 
 def add_weight_options(parser: Any) -> None:

@@ -114,6 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     arms = ["floor", "depthfx", "prefill", "hf-eager", "hf-static"]
     parser.add_argument("--arms", nargs="+", default=arms, help=f"of {', '.join(arms)}; also depthfx-full, depthfx-fast, depthfx-fp8")
     common.add_weight_options(parser)
+    common.add_value_option(parser)
     parser.add_argument("--dtype", default=None, help="float16, bfloat16 or float32; default float16 on CUDA, float32 on a CPU")
     parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
     parser.add_argument("--kv-blocks", type=int, default=None)
@@ -130,7 +131,7 @@ def run_depthfx(
     add: Callable[..., None],
 ) -> None:
     """The arms that share one compiled model: full and fast precision of nested weights are one switch apart."""
-    model = common.make_model(args.shape, device, dtype, args.layers)
+    model = common.make_model(args.shape, device, dtype, args.layers, args.values)
     start = time.perf_counter()
     depthfx.compile(model, kv_blocks=args.kv_blocks, inductor=not args.no_inductor, weights=weights)
     add(arms[0][0], 0, "s to compile", time.perf_counter() - start)
@@ -153,7 +154,7 @@ def main() -> None:
     args = parse_arguments()
     device = common.default_device()
     dtype = getattr(torch, args.dtype or ("float16" if device.type == "cuda" else "float32"))
-    model = common.make_model(args.shape, device, dtype, args.layers)
+    model = common.make_model(args.shape, device, dtype, args.layers, args.values)
     rows: list[dict[str, Any]] = []
 
     def add(arm: str, batch: int, what: str, value: dict[str, float] | float) -> None:
@@ -184,7 +185,7 @@ def main() -> None:
         run_depthfx(args, device, dtype, weights, arms, add)
         common.release()
     common.print_table(rows, ["arm", "batch", "what", "median", "p10", "p90"])
-    base = common.write_results(f"decode-{args.shape}", rows, device)
+    base = common.write_results(f"decode-{args.shape}{common.suffix(args)}", rows, device)
     steps = [r for r in rows if r["what"] == "ms a step"]
     floor = next((r["median"] for r in rows if r["what"].startswith("ms a step: weights")), None)
     if steps:

@@ -71,7 +71,7 @@ def serve_depthfx(
     rows: list[dict[str, Any]],
 ) -> None:
     """The arms that share one compiled model."""
-    model = depthfx.compile(common.make_model(args.shape, device, dtype, args.layers), weights=weights)
+    model = depthfx.compile(common.make_model(args.shape, device, dtype, args.layers, args.values), weights=weights)
     vocabulary = model.config.vocab_size
     for arm, precision in arms:
         if precision is not None:
@@ -96,11 +96,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--arms", nargs="+", default=["depthfx", "hf-batch"], help="also depthfx-full, depthfx-fast, depthfx-fp8")
     common.add_weight_options(parser)
+    common.add_value_option(parser)
     parser.add_argument("--layers", type=int, default=None, help="fewer layers, to try the script")
     args = parser.parse_args()
     device = common.default_device()
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    model = common.make_model(args.shape, device, dtype, args.layers)
+    model = common.make_model(args.shape, device, dtype, args.layers, args.values)
     rows: list[dict[str, Any]] = []
     if "hf-batch" in args.arms:
         for number in args.hf_requests:
@@ -113,7 +114,7 @@ def main() -> None:
         serve_depthfx(args, device, dtype, weights, arms, rows)
         common.release()
     common.print_table(rows, ["arm", "requests", "tokens/s", "seconds", "mean TTFT s", "p99 TTFT s", "largest gap ms"])
-    base = common.write_results(f"serve-{args.shape}", rows, device)
+    base = common.write_results(f"serve-{args.shape}{common.suffix(args)}", rows, device)
     title = f"{args.shape}: requests of {args.prompt} + {args.new} tokens, all at once (higher is better)"
     plots.bars(base.with_suffix(".png"), title, "output tokens a second", rows, "requests", "tokens/s")
 
