@@ -196,8 +196,9 @@ class Bench:
     def write(self) -> Path:
         """All rows so far, with averages over repeats; returns the path without its ending."""
         base = self.args.arms[0]
-        runs = [r for r in self.rows if r["kind"] == "run"]
-        means = [{"kind": "mean", **r} for r in aggregate(runs, ("arm", "rate"), METRICS, base)]
+        whole = [r for r in self.rows if r["kind"] == "run" or (r["kind"] == "capacity run" and r["stopped"] is None)]
+        runs = {(r["arm"], r["rate"], r["repeat"]): r for r in whole}
+        means = [{"kind": "mean", **r} for r in aggregate(list(runs.values()), ("arm", "rate"), METRICS, base)]
         ends = [r for r in self.rows if r["kind"] == "capacity"]
         open_ended = {r["arm"] for r in ends if r["status"] != "found"}  # of these, a mean would say nothing
         found = [r for r in ends if r["arm"] not in open_ended]
@@ -287,6 +288,8 @@ def main() -> int:
                 part(bench, name, repeat)
         bench.close()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes to a group of processes twice
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted: what follows is of the runs that had ended", flush=True)
         code = 130
     show(bench)
