@@ -48,7 +48,7 @@ PRESETS = {
     "smollm2": {
         "minutes": 8.0, "batch": 24, "micro_batch": 24, "length": 512, "chats": 12_288, "documents": 4096, "log_every": 10,
         "dtype": "float16", "device": "cuda", "rise": 0.4, "pattern": "*.rst.txt", "skip": 0.28, "shift": 0.3, "lm": 0.3,
-        "router_rate": 0.5, "head_std": 0.1,
+        "router_rate": 0.5, "head_std": 0.1, "balance": True, "noise": 0.3, "annealing_rate": 1e-3,
         # Without any one of the others the loss on this text rises by more than 0.32 nats a token.
         "layers": [3, 4, 5, 6, 7, 10, 12, 13, 14, 15, 16, 17, 18, 21, 22, 25, 26, 27],
     },
@@ -73,6 +73,7 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--chats", type=int, default=0, help="so many chats more, made up by the model itself")
     parser.add_argument("--documents", type=int, default=0, help="so many documents more, likewise")
     parser.add_argument("--prepare", action="store_true", help="end when these are made; --seed decides what is made up")
+    parser.add_argument("--own-tokens", type=int, default=448, help="of such a document at most, and of an answer up to 256")
     parser.add_argument("--together", type=int, help="so many are written at once; 512 on CUDA, 8 on a CPU")
     parser.add_argument("--out", help="a folder for state, metrics, plot and result; without it, a temporary one")
     parser.add_argument("--device", default="cpu")
@@ -89,6 +90,10 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--max-penalty", type=float, default=0.05)
     parser.add_argument("--shift", type=float, default=0.7, help="how fast routers are moved to the target at once")
     parser.add_argument("--router-rate", type=float, default=0.3, help="the router's learning rate as a share of the adapter's")
+    parser.add_argument(
+        "--balance", action=argparse.BooleanOptionalAction, default=False, help="routers learn which rows skip, not how many"
+    )
+    parser.add_argument("--noise", type=float, default=0.0, help="of decisions in the first stage; in the second, routers then stay")
     parser.add_argument("--lm", type=float, default=1.0, help="weight of the loss of the language model")
     parser.add_argument("--distill", type=float, default=1.0, help="weight of the divergence from the frozen model")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
@@ -114,15 +119,18 @@ def find_texts(asked: argparse.Namespace, tokenizer: object) -> tuple[list, list
         file = Path(asked.out or tempfile.mkdtemp()) / "own.jsonl"
         if not file.exists():  # else a run that was stopped goes on with the same ones
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_lines(file, make_own_texts(asked, tokenizer))
+            write_lines(file, make_own_texts(asked, tokenizer, file.with_name("own.part")))
         own = list(read_files([file]))
         apart = max(1, len(own) // 50)
         texts, held_out = texts + own[apart:], held_out + own[:apart]
     return texts, held_out
 
 
-def make_own_texts(asked: argparse.Namespace, tokenizer: object) -> list:
-    """Chats of each subject and documents, at each temperature; half of the sums without the marks of a chat. The compiled model writes them."""
+def make_own_texts(asked: argparse.Namespace, tokenizer: object, part: Path) -> list:
+    """Chats of each subject and documents, at each temperature; half of the sums without the marks of a chat. The compiled model writes them.
+
+    ``part`` gets what there is so far.
+    """
     at_once = asked.together or (512 if asked.device == "cuda" else 8)
     model, _ = load_smollm2(getattr(torch, asked.dtype), asked.device)
     writer = depthfx.compile(model, inductor=False, max_batch_size=at_once, max_model_len=512, kv_blocks=33 * at_once)
@@ -132,12 +140,24 @@ def make_own_texts(asked: argparse.Namespace, tokenizer: object) -> list:
         for place, subject in enumerate(SUBJECTS):
             if count := asked.chats // (len(TEMPERATURES) * len(SUBJECTS)):
                 seed = 100 * asked.seed + 10 * number + place
-                chats = make_own_chats(writer, tokenizer, count, question_tokens=128, system=subject, seed=seed, **drawn)
+                chats = make_own_chats(
+                    writer,
+                    tokenizer,
+                    count,
+                    question_tokens=128,
+                    answer_tokens=min(256, asked.own_tokens),
+                    system=subject,
+                    seed=seed,
+                    **drawn,
+                )
                 for chat in chats[::2] if subject else ():
                     chat["text"] = "\n".join(m["content"] for m in chat.pop("messages"))
                 made += chats
+                write_lines(part, made)
         if count := asked.documents // len(TEMPERATURES):
-            made += make_own_documents(writer, tokenizer, count, start=START, seed=100 * asked.seed + number, **drawn)
+            seed = 100 * asked.seed + number
+            made += make_own_documents(writer, tokenizer, count, tokens=asked.own_tokens, start=START, seed=seed, **drawn)
+            write_lines(part, made)
     del writer, model
     if asked.device == "cuda":
         torch.cuda.empty_cache()
@@ -151,13 +171,15 @@ def write_lines(file: Path, items: list) -> None:
 
 def settings_of(asked: argparse.Namespace) -> TrainSettings:
     """One stage, or two."""
-    stages = [Stage(steps=asked.steps, learning_rate=asked.rate, penalty=0.0)]
-    if asked.annealing:
-        stages.append(Stage(name="annealing", steps=asked.annealing, learning_rate=asked.annealing_rate))
+    stages = [Stage(steps=asked.steps, learning_rate=asked.rate, penalty=0.0, noise=asked.noise)]
+    if asked.annealing:  # on the routes that are served
+        routers = 0.0 if asked.noise else 1.0
+        stages.append(Stage(name="annealing", steps=asked.annealing, learning_rate=asked.annealing_rate, routers=routers))
+    gain, rate = (0.0, 0.0) if asked.balance else (0.2, 0.03)
     return TrainSettings(
         stages=tuple(stages), batch_size=asked.batch, micro_batch=asked.micro_batch, decision="straight_through", recompute=False,
         seed=asked.seed, lm=asked.lm, distill=asked.distill, target_skip=asked.skip, target_rise=asked.rise, max_penalty=asked.max_penalty,
-        controller_gain=0.2, controller_rate=0.03, controller_shift=0.0 if asked.head_bias is None else asked.shift,
+        controller_gain=gain, controller_rate=rate, balance=asked.balance, controller_shift=0.0 if asked.head_bias is None else asked.shift,
         router_rate=asked.router_rate, log_every=asked.log_every, evaluate_every=250, checkpoint_every=250,
     )  # fmt: skip
 

@@ -115,6 +115,55 @@ def test_losses_by_chunks_have_the_gradients_of_the_plain_ones(monkeypatch, temp
     torch.testing.assert_close(ours, logits.grad)
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_balanced_routers_are_not_pushed_all_one_way(apart):
+    """The gradients of the heads' biases are the sums of those of their logits; those of all layers together are then zero."""
+    of = model()
+    made = make_skipper(of, "flexidepth", "adapter", gate="hard", reduction=4, proj_reduction=4, head_bias=0.2, head_std=0.3)
+    ids = data(of, 4).ids.long()
+    with routed_training(of, made, "straight_through") as routing:
+        routing.apart = apart
+        of(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+        if apart:
+            assert all(p.router_enc.weight.grad is None for p in made.policies)
+            routing.send_gradients(torch.ones_like(ids, dtype=torch.bool))
+    pushes = torch.stack([p.router_head.bias.grad for p in made.policies])
+    assert (abs(pushes.sum()) < 1e-4 * pushes.abs().sum()) == apart
+    assert all(p.router_enc.weight.grad.abs().max() > 0 for p in made.policies)
+
+
+def test_balance_needs_a_share_that_is_set():
+    with pytest.raises(SettingError, match="balance=True needs a target_skip, a controller_shift above 0 and recompute=False"):
+        TrainSettings(balance=True)
+    with pytest.raises(SettingError, match="stage noise=-1 is not allowed"):
+        Stage(noise=-1)
+
+
+def test_noise_draws_decisions_in_training_alone():
+    of, ids = model(), data(model(), 16).ids.long()
+    made = make_skipper(of, "flexidepth", "adapter", gate="hard", reduction=4, proj_reduction=4, head_bias=1.0, head_std=0.5)
+    torch.manual_seed(0)
+    with routed_training(of, made, "straight_through") as routing, torch.no_grad():
+        routing.noise = 1.0
+        of(input_ids=ids, use_cache=False)
+        weights, actions = torch.stack(routing.weights), torch.stack(routing.actions)
+        assert abs(float(actions.float().mean() - weights.mean())) < 0.06 and not torch.equal(actions, weights > 0.5)
+        with routing.served():
+            of(input_ids=ids, use_cache=False)
+            assert torch.equal(torch.stack(routing.actions), torch.stack(routing.weights) > 0.5)
+
+
+def test_routers_stay_where_a_stage_says_so(tmp_path):
+    of = model()
+    made = make_skipper(of, "flexidepth", "adapter", gate="hard", reduction=4, proj_reduction=4, head_bias=1.0, head_std=0.1)
+    before = [made.policies[0].router_enc.weight.clone(), made.projectors[0].gate_proj.weight.clone()]
+    stages = (Stage(steps=2, learning_rate=1e-2, penalty=0.0, routers=0.0, noise=1.0),)
+    how = settings(stages=stages, decision="straight_through", target_skip=0.5, controller_shift=0.3, balance=True, recompute=False)
+    train(tmp_path, how, of, trained=made)
+    after = [made.policies[0].router_enc.weight, made.projectors[0].gate_proj.weight]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False]
+
+
 class Letters:
     """A tokenizer of single letters with a chat template of its own; 1 is the end."""
 

@@ -11,7 +11,16 @@ For a row with layer input h, w the policy's weight and RUN the policy's action 
     decision straight_through:  the same numbers; the gradient also reaches w as if the output were w * run + (1 - w) * skipped
     decision soft:              w * run + (1 - w) * skipped, which no served step computes
 
+A loss is about quadratic in what skipping changes, so the gradient at a skipped row tells twice what skipping costs there, and at a row that runs
+nothing: rows that skip are pushed up, others are not, and with fixed decisions all logits gather at the threshold. With ``noise`` decisions
+are drawn, RUN with probability sigmoid(logit(w) / noise), and each row meets both. Served decisions never have noise.
+
 Trained parameters may be wider than the model: they are rounded to its dtype first, as they will be when they are served.
+
+Where something else sets how many rows skip, the loss still pushes every router towards running, step after step, and what a router can do
+about it is to give all rows one large logit: rows that differ are lost. So routers may be kept apart: the graph ends at their weights, and
+:meth:`Routing.send_gradients` hands on the weights' gradients less their mean. What is learnt then is only which rows are to run rather than
+others, and nothing flows through a router's input.
 """
 
 from __future__ import annotations
@@ -40,8 +49,24 @@ class Routing:
     def __init__(self, skipper: Skipper, decision: Kind, recompute: bool) -> None:
         self.skipper, self.decision, self.recompute = skipper, decision, recompute
         self.enabled = True
+        self.apart = False
+        self.noise = 0.0  # of the logits by which rows are decided, in logistic units
         self.weights: list[torch.Tensor] = []
         self.actions: list[torch.Tensor] = []
+        self.cuts: list[tuple[torch.Tensor, torch.Tensor]] = []  # where routers are apart: each one's weight [B * S], and the leaf for it
+
+    def send_gradients(self, real: torch.Tensor) -> None:
+        """After the backward pass of a loss, with routers ``apart``: the gradients of their weights, centred over all rows of ``real`` [B, S].
+
+        Centred is with each row's slope of the sigmoid, so that the sum of the gradients of all logits is zero.
+        """
+        rows = real.flatten().float()
+        leaves = [leaf for _, leaf in self.cuts]
+        given = torch.stack([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]).float()
+        slopes = torch.stack([leaf.detach().float() * (1 - leaf.detach().float()) for leaf in leaves]) * rows
+        centred = (given - (given * slopes).sum() / slopes.sum().clamp(min=1e-20)) * rows
+        torch.autograd.backward([weight for weight, _ in self.cuts], [g.to(leaf.dtype) for g, leaf in zip(centred, leaves, strict=True)])
+        self.cuts = []
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -55,11 +80,12 @@ class Routing:
     @contextmanager
     def served(self) -> Iterator[None]:
         """Inside, decisions are hard, as they are served."""
-        kept, self.decision = self.decision, "hard"
+        kept = self.decision, self.noise
+        self.decision, self.noise = "hard", 0.0
         try:
             yield
         finally:
-            self.decision = kept
+            self.decision, self.noise = kept
 
 
 @contextmanager
@@ -132,7 +158,7 @@ class _RoutedLayer:
         if not routing.enabled:
             return self.own(hidden, *args, **kwargs)
         if self.place == 0:
-            routing.weights, routing.actions = [], []
+            routing.weights, routing.actions, routing.cuts = [], [], []
         ran = routing.actions[-1] if self.place else torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         if routing.recompute and torch.is_grad_enabled():
             result, weight, actions = checkpoint(self._compute, hidden, ran, args, kwargs, use_reentrant=False)
@@ -149,6 +175,9 @@ class _RoutedLayer:
         self.decision = None
         run = result[0] if isinstance(result, tuple) else result
         weight, actions = decision.weight.view(hidden.shape[:2]), decision.actions.bool().view(hidden.shape[:2])
+        if self.routing.noise:
+            logits = torch.logit(weight.detach().float(), eps=1e-6) / self.routing.noise
+            actions = torch.rand_like(logits) < torch.sigmoid(logits)
         if self.policy.monotone:
             actions = actions & ran
         wide = weight.to(run.dtype)[..., None]
@@ -171,6 +200,9 @@ class _RoutedLayer:
             return
         normed, hidden = _read(args, kwargs), self.hidden
         assert hidden is not None
+        apart = self.routing.apart and torch.is_grad_enabled()
+        if apart:
+            normed, hidden = normed.detach(), hidden.detach()
         batch, length = hidden.shape[:2]
         rows = Rows(
             hidden=hidden.flatten(0, 1),
@@ -187,6 +219,10 @@ class _RoutedLayer:
             raise SkipperError(
                 f"policy {type(self.policy).__name__} gives no weight, so there is nothing to train; use policy 'flexidepth'"
             )
+        if apart:
+            leaf = self.decision.weight.detach().requires_grad_()
+            self.routing.cuts.append((self.decision.weight, leaf))
+            self.decision = Decision(self.decision.actions, leaf)
 
     def _scale(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.routing.enabled or self.routing.skipper.gate != "mlp":

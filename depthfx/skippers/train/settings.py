@@ -38,6 +38,8 @@ class Stage:
     learning_rate: float = 1e-4  # the highest
     warmup_share: float = 0.03  # share of the stage's steps in which the rate rises from 0
     final_share: float = 0.0  # of `learning_rate`, where the cosine ends
+    routers: float = 1.0  # the policies' learning rate, as a share of what it would be; 0: they stay, but for shifts of their biases
+    noise: float = 0.0  # of the logits by which rows are decided; see `routing`
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -48,6 +50,8 @@ class Stage:
         _within("stage penalty", self.penalty, -math.inf, math.inf)
         for name in ("warmup_share", "final_share"):
             _within(f"stage {name}", getattr(self, name), 0, 1)
+        for name in ("routers", "noise"):
+            _within(f"stage {name}", getattr(self, name), 0, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,9 @@ class TrainSettings:
     controller_fade: bool = (
         True  # in the last stage that share falls with the learning rate, so that the end does not hang on its last batches
     )
+    # The routers' gradients are centred in each micro-batch, so that they learn which rows skip and not how many; see `routing`. For runs
+    # whose share `controller_shift` sets; needs recompute=False.
+    balance: bool = False
     # Sequences of the last stage by which, after its last step, the biases are moved until the target is met; 0: they stay. Without a
     # `target_skip`, or with routers whose heads have no bias, nothing is moved either.
     settle_sequences: int = 64
@@ -107,8 +114,11 @@ class TrainSettings:
             _whole(name, getattr(self, name), least=1)
         for name in ("seed", "settle_sequences"):
             _whole(name, getattr(self, name), least=0)
-        if type(self.controller_fade) is not bool:
-            raise SettingError(f"controller_fade={self.controller_fade!r} is not allowed; give True or False")
+        for name in ("controller_fade", "balance"):
+            if type(getattr(self, name)) is not bool:
+                raise SettingError(f"{name}={getattr(self, name)!r} is not allowed; give True or False")
+        if self.balance and (self.recompute or self.target_skip is None or not self.controller_shift):
+            raise SettingError("balance=True needs a target_skip, a controller_shift above 0 and recompute=False")
         for name in ("eps", "clip", "distill_temperature", "max_penalty"):
             _within(name, getattr(self, name), 0, math.inf, above=True)
         for name in ("weight_decay", "router_rate", "lm", "distill", "controller_gain", "controller_rate"):

@@ -76,6 +76,7 @@ def train_skipper(
     shape = shape_of(model)
     skipper.to(shape.device, torch.float32)
     with routed_training(model, skipper, settings.decision, settings.recompute) as routing:
+        routing.apart = settings.balance
         run = _Run(model, routing, by_stage, held_out, settings, folder, workers, resume)  # type: ignore[arg-type]
         try:
             run.work(progress, on_step)
@@ -167,6 +168,7 @@ class _Run:
         penalty, mine = self.controller.penalty, workers.share(chosen)
         totals = torch.zeros(4 + len(self.routing.skipper.layers), device=self.device)
         self.optimiser.zero_grad()
+        self.routing.noise = stage.noise
         for start in range(0, len(mine), settings.micro_batch):
             totals += self._micro_batch(data, mine[start : start + settings.micro_batch], targets, tokens, penalty)
         lm, skip, distill, offset, *skips = workers.sum(totals).tolist()
@@ -192,6 +194,8 @@ class _Run:
         logits = self.model(input_ids=ids, use_cache=False).logits
         sums = sum_losses(logits, labels, real, routing.weights, base, settings.distill_temperature)
         self.scaler.scale(sums.loss(targets, tokens, penalty, settings.distill, settings.lm)).backward()  # type: ignore[no-untyped-call]
+        if settings.balance:
+            routing.send_gradients(real)
         skipped = [(~a & real).sum() for a in routing.actions]
         offset = sums.lm.new_zeros(())
         if settings.target_skip is not None and settings.controller_shift:
@@ -201,8 +205,8 @@ class _Run:
     def _apply_gradients(self, stage: Stage, record: dict[str, Any]) -> float:
         """Clip and step; returns the norm of the gradients."""
         rate = learning_rate(stage, self.step, self.steps[self.stage])
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate * group["share"]
+        for group, share in zip(self.optimiser.param_groups, (stage.routers, 1.0), strict=True):
+            group["lr"] = rate * group["share"] * share
         self.workers.sum_gradients(self.parameters)
         self.scaler.unscale_(self.optimiser)
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.clip))
@@ -301,7 +305,7 @@ class _Run:
     def _describe(self) -> dict[str, str]:
         """What has to be the same where a run goes on, as text by name."""
         skipper = self.routing.skipper
-        settings = {k: repr(v) for k, v in vars(self.settings).items() if k not in _FREE}
+        settings = {k: repr(v) for k, v in vars(self.settings).items() if k not in _FREE or (self.settings.balance and k == "micro_batch")}
         return {
             **settings,
             "data": " ".join(self.data[s.name].digest() for s in self.settings.stages),
