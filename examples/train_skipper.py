@@ -48,7 +48,7 @@ PRESETS = {
     "smollm2": {
         "minutes": 8.0, "batch": 24, "micro_batch": 24, "length": 512, "chats": 12_288, "documents": 4096, "log_every": 10,
         "dtype": "float16", "device": "cuda", "rise": 0.4, "pattern": "*.rst.txt", "skip": 0.28, "shift": 0.3, "lm": 0.3,
-        "router_rate": 0.5, "head_std": 0.1, "balance": True, "noise": 0.3, "annealing_rate": 1e-3,
+        "router_rate": 0.5, "head_std": 0.1, "balance": True, "noise": 0.5, "annealing_rate": 1e-3,
         # Without any one of the others the loss on this text rises by more than 0.32 nats a token.
         "layers": [3, 4, 5, 6, 7, 10, 12, 13, 14, 15, 16, 17, 18, 21, 22, 25, 26, 27],
     },

@@ -72,6 +72,10 @@ def test_offsets_are_quantiles():
     real = torch.tensor([[True, True], [True, False]])
     found = [float(torch.sigmoid(offset_of(weights, real, share))) for share in (0.0, 0.34, 0.5, 1.0)]
     assert found == pytest.approx([0.1, 0.3, 0.5, 0.9], abs=1e-6)
+    logits = torch.logit(torch.stack(weights)[:, real])
+    for noise in (0.5, 2.0):
+        expected = torch.sigmoid((offset_of(weights, real, 0.3, noise) - logits) / noise).mean()
+        assert float(expected) == pytest.approx(0.3, abs=1e-4)
 
 
 def test_one_loss_alone_moves_only_what_it_is_about(tmp_path):

@@ -164,13 +164,21 @@ def target_share(settings: TrainSettings, stage: int, step: int, steps: int) -> 
     return min(1.0, (step + 1) / rise) if rise else 1.0
 
 
-def offset_of(weights: list[torch.Tensor], real: torch.Tensor, share: float) -> torch.Tensor:
+def offset_of(weights: list[torch.Tensor], real: torch.Tensor, share: float, noise: float = 0.0) -> torch.Tensor:
     """The logit [] up to which a ``share`` of all routed rows lies: less by so much, these rows and no others skip.
 
     ``weights`` [B, S] of each routed layer, ``real`` [B, S] bool. Example: of weights 0.5, 0.73 and 0.88 a third lies up to logit 0.
+    With ``noise`` (of a :class:`Stage`) it is the logit less by which that share is expected to skip.
     """
     logits = torch.logit(torch.stack([w.detach().float()[real] for w in weights]).flatten(), eps=1e-6)
-    return logits.kthvalue(min(logits.numel(), max(1, round(share * logits.numel())))).values
+    if not noise:
+        return logits.kthvalue(min(logits.numel(), max(1, round(share * logits.numel())))).values
+    low, high = logits.min() - 20 * noise, logits.max() + 20 * noise
+    for _ in range(24):
+        middle = (low + high) / 2
+        enough = torch.sigmoid((middle - logits) / noise).mean() >= share
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return (low + high) / 2
 
 
 @dataclass

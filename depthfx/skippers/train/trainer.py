@@ -199,7 +199,7 @@ class _Run:
         skipped = [(~a & real).sum() for a in routing.actions]
         offset = sums.lm.new_zeros(())
         if settings.target_skip is not None and settings.controller_shift:
-            offset = offset_of(routing.weights, real, settings.target_skip * self._risen()) * real.sum()
+            offset = offset_of(routing.weights, real, settings.target_skip * self._risen(), routing.noise) * real.sum()
         return torch.stack([x.detach().float() for x in (sums.lm, sums.skip, sums.distill, offset, *skipped)])
 
     def _apply_gradients(self, stage: Stage, record: dict[str, Any]) -> float:
