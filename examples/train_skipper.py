@@ -48,7 +48,7 @@ PRESETS = {
     "smollm2": {
         "minutes": 8.0, "batch": 24, "micro_batch": 24, "length": 512, "chats": 12_288, "documents": 4096, "log_every": 10,
         "dtype": "float16", "device": "cuda", "rise": 0.4, "pattern": "*.rst.txt", "skip": 0.28, "shift": 0.3, "lm": 0.3,
-        "router_rate": 0.5, "head_std": 0.1, "balance": True, "noise": 0.5, "annealing_rate": 1e-3,
+        "router_rate": 0.5, "head_std": 0.1, "balance": True, "noise": 1.0, "annealing_rate": 1e-3,
         # Without any one of the others the loss on this text rises by more than 0.32 nats a token.
         "layers": [3, 4, 5, 6, 7, 10, 12, 13, 14, 15, 16, 17, 18, 21, 22, 25, 26, 27],
     },
@@ -180,7 +180,7 @@ def settings_of(asked: argparse.Namespace) -> TrainSettings:
         stages=tuple(stages), batch_size=asked.batch, micro_batch=asked.micro_batch, decision="straight_through", recompute=False,
         seed=asked.seed, lm=asked.lm, distill=asked.distill, target_skip=asked.skip, target_rise=asked.rise, max_penalty=asked.max_penalty,
         controller_gain=gain, controller_rate=rate, balance=asked.balance, controller_shift=0.0 if asked.head_bias is None else asked.shift,
-        router_rate=asked.router_rate, log_every=asked.log_every, evaluate_every=250, checkpoint_every=250,
+        router_rate=asked.router_rate, log_every=asked.log_every, evaluate_every=250, checkpoint_every=100,
     )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def paced(asked: argparse.Namespace, model: object, skipper: object, data: objec
             )
         pace = statistics.fmean(b - a for a, b in zip(ends[9:], ends[10:], strict=False))
         steps = max(3, int(0.9 * 60 * asked.minutes / pace))  # the rest: evaluation, settling, writing
-        asked.steps, asked.annealing = steps - steps // 3, steps // 3
+        asked.steps, asked.annealing = steps - 2 * steps // 5, 2 * steps // 5
         print(f"{1 / pace:.2f} steps a second, so {asked.steps} and {asked.annealing} steps", flush=True)
         if file:
             file.write_text(json.dumps([asked.steps, asked.annealing]))
@@ -226,9 +226,10 @@ def main(arguments: tuple[str, ...] = ()) -> float:
         paced(asked, model, skipper, data)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(asked.out or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_lines(folder / "held_out.jsonl", [t if isinstance(t, dict) else {"text": t} for t in held_out])
         result = train_skipper(model, skipper, data, folder, settings_of(asked), checked)
         plot_metrics(folder / "metrics.jsonl", folder / "metrics.png", skipper.layers)
-        write_lines(folder / "held_out.jsonl", [t if isinstance(t, dict) else {"text": t} for t in held_out])
         found = result.evaluation
         print(f"held out: {found.loss:.3f} nats a token, {found.base_loss:.3f} without skipping; {found.skipped_share:.0%} of rows skip")
         small = {"inductor": False, "cuda_graphs": False, "max_batch_size": 1, "max_model_len": 128, "kv_blocks": 8}  # for a short look
