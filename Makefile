@@ -2,7 +2,7 @@
 # make demo      SmolLM2 answers eight questions at once, compared with Hugging Face in the same run; then a burst, with a picture
 # make check     lint, formatting, types, house rules
 # make readme    write the README's explain() block anew, from a run
-# make skipper   train a skipper for SmolLM2 on a GPU, with the interpreter at hand; TEXTS: Python's documentation
+# make skipper   train the package's skipper of SmolLM2 anew on a GPU, with the interpreter at hand; TEXTS: Python's documentation
 # make gpu-test  the GPU tests with the interpreter at hand (no installation, no network)
 # make gpu-bench BENCH=decode   a script of benchmarks/, likewise
 
@@ -66,12 +66,12 @@ endif
 demo: $(if $(GPU),,$(STAMP))
 	PYTHONPATH=. $(if $(GPU),$(PYTHON),$(BIN)/python) -m depthfx demo $(DEMO_ARGS)
 
-# Debian's package python3.11-doc puts them here. The result is taken into the package, where the demo finds it.
+# Debian's package python3.11-doc puts them here. The result replaces the one in the package, where the demo finds it.
 skipper: TEXTS ?= /usr/share/doc/python3.11/html/_sources
 skipper:
 	PYTHONPATH=. $(PYTHON) examples/train_skipper.py --preset smollm2 --texts $(TEXTS) --out build/skipper $(SKIPPER_ARGS)
 	mkdir -p depthfx/data/smollm2_skipper
-	cp build/skipper/skipper/config.json build/skipper/skipper/model.safetensors depthfx/data/smollm2_skipper/
+	install -m 644 build/skipper/skipper/config.json build/skipper/skipper/model.safetensors depthfx/data/smollm2_skipper/
 
 gpu-test: GPU_JOBS ?= $(shell $(PYTHON) -c 'import xdist; print("-n 12 --dist loadgroup")' 2>/dev/null)
 gpu-test:

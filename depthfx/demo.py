@@ -132,8 +132,15 @@ def show_skipping(
         f"\n{project / (rows * num_layers):.1%} of all layer passes were left out, in {len(after.layers)} routed layers of {num_layers}.",
         file=out,
     )
-    print(f"{rate:.0f} tokens/s for {len(questions)} questions, {ours.batch_rate:.0f} without the skipper.", file=out)
-    print(f"On average the first {sum(same) / len(same):.0f} tokens of an answer are those without it.", file=out)
+    print(pace_beside(rate, ours.batch_rate, len(questions)), file=out)
+    print(f"On average the first {sum(same) / len(same):.0f} tokens of an answer are those without it;", file=out)
+    print("from there on it is the answer of a model that does less for each token, and less reliable.", file=out)
+
+
+def pace_beside(rate: float, plain: float, count: int) -> str:
+    """One line on tokens/s with the skipper and without it, for ``count`` questions."""
+    slower = " Here routing costs more than it saves: the layers of so small a model are cheap." if rate < plain else ""
+    return f"{rate:.0f} tokens/s for {count} questions, {plain:.0f} without the skipper.{slower}"
 
 
 def serve(engine: Any, prompts: list[list[int]], sampling: Any, screen: Screen | None = None) -> list[list[int]]:

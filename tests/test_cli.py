@@ -208,8 +208,9 @@ def test_demo(capfd, tmp_path, burst_on_two_layers):
     picture, burst = tmp_path / "new" / "burst.png", demo_burst.Burst(num_requests=7, max_new_tokens=6, kv_blocks=4)
     assert demo.run_demo("cpu", torch.float32, 8, picture, demo.QUESTIONS[:3], burst) == 0
     out = capfd.readouterr().out
-    assert "The capital of France is Paris." in out
-    assert "3 of 3 greedy answers are the same" in out
+    assert out.count("The capital of France is Paris.") == 2  # once with layers left out
+    share = float(out.split("% of all layer passes were left out, in 18 routed layers of 30.")[0].split()[-1])
+    assert 5 < share < 25 and "3 of 3 greedy answers are the same" in out
     stats, moved, found = (burst_on_two_layers[name] for name in ("stats", "moved", "found"))
     assert f"7 of 7 requests answered, which came within {found.span:.2f} s: {stats.num_tokens - 4} tokens in " in out  # 4: the warm-up
     layout = burst_on_two_layers["layout"]

@@ -1,19 +1,28 @@
 """Every file in examples/ runs and does what its docstring says."""
 
+import dataclasses
 import importlib.util
+import json
 import sys
 from pathlib import Path
+
+import pytest
 
 from depthfx import smollm2
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 
-def run(name, *arguments):
+def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where the tracing of a policy looks for what its code names
     spec.loader.exec_module(module)
+    return module
+
+
+def run(name, *arguments):
+    module = load(name)
     return module.main(arguments) if arguments else module.main()
 
 
@@ -60,6 +69,22 @@ def test_train_skipper(monkeypatch, capsys):
     assert "The capital of France is" in capsys.readouterr().out
 
 
+def test_the_preset_trains_the_skipper_in_the_package():
+    record = json.loads((smollm2.SKIPPER / "config.json").read_text())
+    example = load("train_skipper")
+    asked = example.parse_arguments(("--preset", "smollm2"))
+    assert json.loads(json.dumps(dataclasses.asdict(example.settings_of(asked)))) == record["training"]["settings"]
+    names = {"layers": "routing_layers", "router": "router_reduction_factor", "adapter": "proj_reduction_factor"}
+    assert {ours: getattr(asked, ours) for ours in names} == {ours: record[theirs] for ours, theirs in names.items()}
+    assert record["training"]["tokens"] == (asked.steps + asked.annealing) * asked.batch * asked.length
+
+
+def test_steps_are_given_or_found(capsys):
+    with pytest.raises(SystemExit):
+        load("train_skipper").parse_arguments(("--preset", "smollm2", "--minutes", "4", "--steps", "100"))
+    assert "--minutes 4 chooses the numbers of steps; leave out --steps" in capsys.readouterr().err
+
+
 def test_all_are_tested():
-    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    assert {p.stem for p in FOLDER.glob("*.py")} == tested - {"all_are_tested"}
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_") and "_the_" not in name and "_are_" not in name}
+    assert {p.stem for p in FOLDER.glob("*.py")} == tested
