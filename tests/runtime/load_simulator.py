@@ -47,7 +47,7 @@ class Ask:
 class Link:
     """Stands for the restore worker."""
 
-    device, copied_bytes, seconds_busy = torch.device("cpu"), 0, 0.0
+    device, copied_bytes, seconds_busy, in_flight = torch.device("cpu"), 0, 0.0, (8, 0)
 
     def __init__(self, simulation: Simulation, unit_seconds: float) -> None:
         self._simulation, self._unit_seconds = simulation, unit_seconds
