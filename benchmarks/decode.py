@@ -61,7 +61,7 @@ def time_replay(model: Any, batch: int) -> list[float] | None:
     graph = min(large, key=lambda found: found[:2], default=(0, True, None))[2]
     if graph is None:
         return None
-    runner.staging.upload(StepPlan(-1, (), (), ()), pad_to=graph.bucket)  # idle rows: the weights are read all the same
+    runner.staging.upload(StepPlan(-1, (), (), ()), graph.form)  # idle rows: the weights are read all the same
     times = []
     for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

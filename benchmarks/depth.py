@@ -81,7 +81,7 @@ class Bench:
         plan = StepPlan(-1, chunks, (), ())
         with torch.inference_mode():
             graph = runner.graphs.find(plan, -1, routed)
-            uploaded = runner.staging.upload(plan, graph.bucket if graph else None, routed)
+            uploaded = runner.staging.upload(plan, graph.form if graph else None, routed)
             once = graph.replay if graph else lambda: runner.forward(uploaded, -1, routed)
             return timed(once, self.device)
 

@@ -43,6 +43,7 @@ from depthfx.runtime.runner import Runner
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.sensitivity import measure_sensitivity as measure_sensitivity
 from depthfx.runtime.sizing import Limits, derive_limits, one_block_runner, runner_shape, size_kv_blocks
+from depthfx.runtime.step_form import MAX_CHUNKS, StepForm, decode_places, prompt_forms
 from depthfx.runtime.timeline import Timeline
 from depthfx.runtime.warmup import precompile_kernels
 from depthfx.runtime.weight_offload import offload_weights
@@ -142,6 +143,11 @@ def _build_engine(
         raise SettingError(
             f"setting cuda_graphs=True needs a model on CUDA; this one is on {device}: move it there, or leave the setting out"
         )
+    if settings.capture_prompts and (not cuda or settings.cuda_graphs is False):
+        raise SettingError(
+            f"setting capture_prompts=True needs a model on CUDA and captured graphs; this one is on {device}, cuda_graphs="
+            f"{settings.cuda_graphs}: leave it out"
+        )
     if settings.weight_offload_gib is not None and not cuda:
         raise SettingError(
             f"setting weight_offload_gib={settings.weight_offload_gib} needs a model on CUDA; this one is on {device}: leave it out"
@@ -152,23 +158,33 @@ def _build_engine(
     if skipper is not None and limits.max_batch_tokens > MAX_ROUTED_ROWS:
         raise SettingError(f"setting max_batch_tokens={limits.max_batch_tokens} must be at most {MAX_ROUTED_ROWS} with a skipper: lower it")
     buckets = decode_buckets(limits.max_batch_size) if cuda and settings.cuda_graphs is not False else ()
+    prompts = _prompt_forms(limits, settings, device)
     if cuda and settings.weights == "nested":
         use_stored_tiles(cache_dir(settings), device_kind(device), report)
     with KernelWorkers(report, enabled=cuda and settings.parallel_warmup) as workers:
         program = build_program(model, settings, "cuda" if cuda else "cpu", report, workers.start, skipper)
         if cuda and settings.parallel_warmup:
             with report.timed("compile kernels"):
-                precompile_kernels(one_block_runner(program, limits, device), buckets, workers, nested=settings.weights == "nested")
+                precompile_kernels(one_block_runner(program, limits, device), buckets, workers, settings.weights == "nested", prompts)
     if settings.weight_offload_gib is not None:
         offload_weights(model, program, settings.weight_offload_gib, device, report)
-    num_blocks = size_kv_blocks([model] if skipper is None else [model, skipper], program, limits, settings, report)
+    modules, captured_rows = [model] if skipper is None else [model, skipper], max((form.rows for form in prompts), default=0)
+    num_blocks = size_kv_blocks(modules, program, limits, settings, report, captured_rows)
     shared = _share(program, num_blocks, settings, device, report)
     try:
-        return _assemble(model, program, limits, num_blocks, buckets, settings, report, shared, skipper)
+        return _assemble(model, program, limits, num_blocks, buckets, prompts, settings, report, shared, skipper)
     except BaseException as error:
         if shared is not None:
             shared.abandon(error)
         raise
+
+
+def _prompt_forms(limits: Limits, settings: Settings, device: torch.device) -> tuple[StepForm, ...]:
+    """Forms of the steps with prompts that are captured."""
+    if not settings.capture_prompts:
+        return ()
+    fast = (limits.fast_chunk_tokens,) if settings.weights == "nested" and ops.has_fp8_rows(device) else ()
+    return prompt_forms(limits.max_batch_size, limits.max_batch_tokens, (limits.max_chunk_tokens, *fast))
 
 
 def _report_portable(settings: Settings, device: torch.device, report: CompileReport) -> None:
@@ -187,20 +203,22 @@ def _report_portable(settings: Settings, device: torch.device, report: CompileRe
 
 
 def _assemble(
-    model: PreTrainedModel, program: Program, limits: Limits, num_blocks: int, buckets: tuple[int, ...], settings: Settings,
-    report: CompileReport, shared: SharedMemory | None, skipper: Skipper | None,
+    model: PreTrainedModel, program: Program, limits: Limits, num_blocks: int, buckets: tuple[int, ...], prompts: tuple[StepForm, ...],
+    settings: Settings, report: CompileReport, shared: SharedMemory | None, skipper: Skipper | None,
 ) -> tuple[Engine, WeightWatch, int]:  # fmt: skip
     device, region = next(model.parameters()).device, None
     if shared is not None:
         num_blocks, region = shared.layout.num_blocks, SharedRegion(shared.layout)
-    runner = _build_runner(program, limits, num_blocks, device, buckets, report, shared)
+    runner = _build_runner(program, limits, num_blocks, device, buckets, prompts, report, shared)
     host = offload(runner, settings.kv_offload_gib, report)
     sizes = (num_blocks, settings.block_tokens, limits.num_table_rows, limits.blocks_per_row)
     manager = MemoryManager(*sizes, settings.prefix_reuse, region, host)
     control = _control(shared, manager, program, settings)
     scheduler = Scheduler(manager, limits.max_batch_size, limits.max_batch_tokens, limits.max_chunk_tokens, limits.max_model_len)
-    if program.nested and ops.has_fp8_rows(device):  # as many rows as take the time of `max_chunk_tokens` full ones
-        scheduler.fast_chunk_tokens = min(2 * limits.max_chunk_tokens, limits.max_batch_tokens)
+    if program.nested and ops.has_fp8_rows(device):
+        scheduler.fast_chunk_tokens = limits.fast_chunk_tokens
+    if prompts:
+        scheduler.decode_places, scheduler.max_chunks = decode_places(limits.max_batch_size), MAX_CHUNKS
     if program.routed is not None:
         scheduler.route_reads = {n.name for n in program.routed.module.graph.nodes if n.op == "placeholder" and n.users}
     lookahead = settings.lookahead if settings.lookahead is not None else device.type == "cuda"
@@ -261,16 +279,20 @@ def _build_runner(
     num_blocks: int,
     device: torch.device,
     buckets: tuple[int, ...],
+    prompts: tuple[StepForm, ...],
     report: CompileReport,
     shared: SharedMemory | None,
 ) -> Runner:
     with report.timed("allocate"):
         kv_pool = None if shared is None else shared.kv_pool(program.kv_shape, program.kv_dtype)
-        runner = Runner(program, runner_shape(program, limits, num_blocks), device, buckets, kv_pool, program.routed)
+        runner = Runner(program, runner_shape(program, limits, num_blocks), device, buckets, kv_pool, program.routed, prompts)
     if buckets:
         with report.timed("capture graphs"):
             runner.graphs.capture()
         report.add("compiled", f"CUDA graphs of decode steps for batch sizes {', '.join(map(str, runner.graphs.buckets))}")
+        if prompts:
+            sizes = ", ".join(map(str, sorted({form.rows for form in prompts})))
+            report.add("compiled", f"CUDA graphs of dense steps with up to {MAX_CHUNKS} chunks of prompts, of {sizes} rows")
     if program.routed is not None:
         captured = f"{runner.graphs.cohorts()}; " if buckets else ""
         report.add("depth", f"cohorts: {captured}gathered, with counts read by the host, in other steps")

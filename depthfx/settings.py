@@ -114,6 +114,7 @@ class Settings(_Named):
     # compilation
     inductor: bool = True  # False: run the rewritten graph eagerly
     cuda_graphs: bool | None = None  # None: on CUDA only
+    capture_prompts: bool = False  # short steps with prompts are captured too (CUDA; not measured yet); needs cuda_graphs
     fuse: bool = True  # the passes that only make the graph faster
     on_unsupported: OnUnsupported = "raise"  # "eager": options and models outside depthfx run through Hugging Face's own code
     program_cache: bool = True  # keep rewritten programs in the cache folder and skip capture and passes where one fits

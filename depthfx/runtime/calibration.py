@@ -284,7 +284,7 @@ class _Bench:
         """Seconds of one step of the dense or the routed program."""
         runner = self.runner
         graph = runner.graphs.find(plan, self.hint, routed)
-        uploaded = runner.staging.upload(plan, graph.bucket if graph else None, routed)
+        uploaded = runner.staging.upload(plan, graph.form if graph else None, routed)
         return self.timed(graph.replay if graph else lambda: runner.forward(uploaded, self.hint, routed))
 
     def timed(self, once: Callable[[], Any]) -> float:

@@ -17,6 +17,18 @@ def state_of(precision: bytes, routed: bool, reads: Collection[str] = (), number
     return precision + b"routed" + request + (b"" if is_prompt or "is_prompt" not in reads else b"answer")
 
 
+def room_for_prompts(num_decodes: int, max_batch_tokens: int, chunk_tokens: int, places: Collection[int] = ()) -> int:
+    """Rows that prompts may take in a step of ``num_decodes`` decodes: without any all of ``max_batch_tokens``, else what they leave of ``chunk_tokens``.
+
+    Decode rows count too: a step of exactly ``chunk_tokens`` rows fills the tiles of its matrix products. Where captured steps hold prompts,
+    decodes count as the ``places`` that they are padded to, so that the padded step has no more rows than that.
+    """
+    if not num_decodes:
+        return max_batch_tokens
+    taken = next((n for n in sorted(places) if num_decodes <= n <= max_batch_tokens // 2), num_decodes)
+    return min(max_batch_tokens - taken, max(chunk_tokens - taken, chunk_tokens // 4, 1))
+
+
 def decode_chunk(request: Request, row: int, step: int) -> Chunk:
     """The next token of ``request``, sampled as row ``row`` of step ``step``; booked as planned."""
     start, pending = request.num_planned, request.num_pending

@@ -1,4 +1,4 @@
-"""Runner: a step plan becomes step inputs, one forward (a graph replay for pure decode steps) and sampled tokens."""
+"""Runner: a step plan becomes step inputs, one forward (a graph replay where a captured form holds it) and sampled tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from depthfx.alloc.host_blocks import HostBlocks
 from depthfx.lowering import ops
 from depthfx.records import Chunk, KvShape, StepInputs, StepPlan, StepResult
-from depthfx.runtime.graphs import DecodeGraphs, greedy
+from depthfx.runtime.graphs import StepGraphs, greedy
 from depthfx.runtime.host_ring import HostRing
 from depthfx.runtime.precision import PrecisionFlags
 from depthfx.runtime.sampler import SamplingTensors, new_seen, reset_seen, sample
 from depthfx.runtime.staging import Staging, Uploaded
+from depthfx.runtime.step_form import StepForm
 
 Program = Callable[[StepInputs], torch.Tensor]
 _WORDS_A_ROW = 32  # of sampling parameters, with some end-of-sequence ids; more make the buffers grow
@@ -61,9 +62,12 @@ class Runner:
 
     def __init__(
         self, program: Program, shape: RunnerShape, device: torch.device, buckets: tuple[int, ...], kv_pool: torch.Tensor | None = None,
-        routed: Program | None = None,
+        routed: Program | None = None, prompts: tuple[StepForm, ...] = (),
     ) -> None:  # fmt: skip
-        """``buckets`` are the decode batch sizes to capture as CUDA graphs; empty: every step runs eagerly. ``kv_pool``: one made elsewhere."""
+        """``buckets`` are the decode batch sizes to capture as CUDA graphs; empty: every step runs eagerly. ``kv_pool``: one made elsewhere.
+
+        ``prompts``: forms of steps with prompts to capture as well.
+        """
         self.program, self.routed, self.shape, self.device = program, routed, shape, device
         self.tape = torch.zeros(shape.num_places, shape.max_batch_tokens, dtype=torch.int8, device=device)
         if kv_pool is None:
@@ -83,13 +87,13 @@ class Runner:
         self._seen: torch.Tensor | None = None  # made when the first request with a repetition penalty samples
         # tokens of the last step, read by the next one's decode rows; never reallocated (captured graphs hold it)
         self.last_tokens = torch.zeros(max(shape.num_table_rows, 1), dtype=torch.int64, device=device)
-        self.graphs = DecodeGraphs(self, buckets)
+        self.graphs = StepGraphs(self, buckets, prompts)
 
     def release(self) -> None:
         """Waits for the device and lets go of graphs and KV pool; nothing can be launched afterwards."""
         if self._stream is not None:
             self._stream.synchronize()
-        self.graphs = DecodeGraphs(self, ())
+        self.graphs = StepGraphs(self, ())
         del self.kv_pool
         if self.host_blocks is not None:
             self.host_blocks.close()
@@ -122,7 +126,7 @@ class Runner:
         precision = self.flags.send(plan.precision)  # after all steps before, which read the old flags
         routed = self.routed is not None and plan.routed
         graph = self.graphs.find(plan, precision, routed)
-        uploaded = self.staging.upload(plan, graph.bucket if graph else None, routed)
+        uploaded = self.staging.upload(plan, graph.form if graph else None, routed)
         if graph is not None:
             graph.replay()
             logits = graph.logits[: len(sampled)]

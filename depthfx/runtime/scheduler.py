@@ -30,7 +30,7 @@ from operator import and_, attrgetter
 from depthfx.alloc.manager import MemoryManager
 from depthfx.errors import InternalError, InvalidRequestError
 from depthfx.records import Chunk, StepPlan, StepResult
-from depthfx.runtime.chunks import decode_chunk, prefill_chunk, state_of
+from depthfx.runtime.chunks import decode_chunk, prefill_chunk, room_for_prompts, state_of
 from depthfx.runtime.depth_choice import promote, prompt_pays, rows_of_step, wants_probe
 from depthfx.runtime.depth_control import DepthControl
 from depthfx.runtime.request import FinishReason, Request, RequestOutput, Status, check_limits, fit_request, never_full, not_finite
@@ -61,6 +61,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_chunk_tokens = self.fast_chunk_tokens = max_chunk_tokens  # the second where all layers are fast; settable
         self.max_model_len = max_model_len
+        self.decode_places: Collection[int] = ()  # of captured steps with prompts, and how many chunks these take; settable
+        self.max_chunks = max_batch_size
         self.wanted = b""  # precision that the user asks for; see `depthfx.runtime.precision`
         self.route_reads: Collection[str] = ()  # what policies read of a row, see `state_of`; settable
         self.mask: Callable[[], bytes] = bytes  # which entries may be full now; empty: all
@@ -161,11 +163,8 @@ class Scheduler:
         if self.depth is not None and decoding:
             promote(self.depth, decoding, pressed=self._blocked is not None and bool(self._waiting))
         decodes = tuple(decode_chunk(request, row, self._next_step) for row, request in enumerate(decoding))
-        budget = self.max_batch_tokens - len(decodes)
-        if decodes:
-            # decode rows count too: a step of exactly max_chunk_tokens rows fills the tiles of its matrix products
-            chunk_tokens = self.max_chunk_tokens if any(self.precision) else self.fast_chunk_tokens
-            budget = min(budget, max(chunk_tokens - len(decodes), chunk_tokens // 4, 1))
+        chunk_tokens = self.max_chunk_tokens if any(self.precision) else self.fast_chunk_tokens
+        budget = room_for_prompts(len(decodes), self.max_batch_tokens, chunk_tokens, self.decode_places)
         prefilling: list[Request] = []
         prefills: list[Chunk] = []
         for request in self._prefill_candidates(may_admit=not preempted, idle=not decodes) if budget else ():
@@ -173,7 +172,7 @@ class Scheduler:
             budget -= chunk.num_tokens
             prefilling.append(request)
             prefills.append(chunk)
-            if budget == 0:
+            if budget == 0 or (decodes and len(prefills) == self.max_chunks):
                 break
         if not decodes and not prefills:
             return self.plan() if preempted else None  # all who ran were preempted: one of them can be admitted again

@@ -39,6 +39,11 @@ class Limits:
     def blocks_per_row(self) -> int:
         return -(-self.max_model_len // self.block_tokens)
 
+    @property
+    def fast_chunk_tokens(self) -> int:
+        """Rows that take about the time of ``max_chunk_tokens`` in full precision where all layers are fast."""
+        return min(2 * self.max_chunk_tokens, self.max_batch_tokens)
+
     def __str__(self) -> str:
         return (
             f"batches of {self.max_batch_size} requests and {self.max_batch_tokens} rows ({self.max_chunk_tokens} when decoding "
@@ -71,8 +76,12 @@ def derive_limits(config: Any, settings: Settings, device: torch.device) -> Limi
     )
 
 
-def size_kv_blocks(modules: Sequence[torch.nn.Module], program: Any, limits: Limits, settings: Settings, report: CompileReport) -> int:
+def size_kv_blocks(
+    modules: Sequence[torch.nn.Module], program: Any, limits: Limits, settings: Settings, report: CompileReport, captured_rows: int = 0
+) -> int:
     """Number of KV blocks that fit: ``kv_blocks`` if set, else the budget less the weights of ``modules`` (model, skipper) and activations.
+
+    Captured steps have activations of their own, which count for those with prompts, of up to ``captured_rows`` rows.
 
     Raises :class:`MemoryBudgetError` if not even one request of one block fits, or if the device has not that much memory left.
     """
@@ -88,6 +97,7 @@ def size_kv_blocks(modules: Sequence[torch.nn.Module], program: Any, limits: Lim
     if device.type == "cuda":
         with report.timed("measure activations"):
             activations = _measure_activations(program, limits, device, settings.weights == "nested")
+            activations += activations * captured_rows // limits.max_batch_tokens
         free, total = torch.cuda.mem_get_info(device)
         taken = total - free - torch.cuda.memory_reserved(device)  # by others and by the CUDA context
         budget = settings.memory_budget_gib * GIB if settings.memory_budget_gib else total * settings.gpu_memory_utilization - taken

@@ -9,6 +9,7 @@ import torch
 
 from depthfx.records import PREFILL_TILE_ROWS, Chunk, StepPlan
 from depthfx.runtime.host_ring import TURNS, HostRing
+from depthfx.runtime.step_form import MAX_CHUNKS, StepForm
 
 # Fields start at multiples of this many int32 (64 bytes), so that a field's alignment never depends on the step.
 _ALIGN = 16
@@ -37,8 +38,8 @@ class Uploaded:
 class Staging:
     """Host buffers (pinned on CUDA) and the one device buffer that steps are uploaded into.
 
-    The device buffer is overwritten by each step; this is safe because all steps run on one stream. With ``pad_to`` the
-    views of equal bucket sizes are the same memory, so that a captured graph may hold them.
+    The device buffer is overwritten by each step; this is safe because all steps run on one stream. The views of steps
+    padded to one form are the same memory, so that a captured graph may hold them.
     """
 
     def __init__(self, max_tokens: int, max_rows: int, blocks_per_row: int, device: torch.device) -> None:
@@ -46,18 +47,18 @@ class Staging:
         self.max_writes = max(4096, max_tokens)
         self._columns, self._max_rows = blocks_per_row, max_rows
         tiles = max_tokens // PREFILL_TILE_ROWS + 2 * max_rows + 2
-        capacity = 8 * max_tokens + 2 * self.max_writes + max_rows + 2 * tiles + 16 * _ALIGN
+        capacity = 8 * max_tokens + 2 * self.max_writes + max_rows + 2 * tiles + 4 * MAX_CHUNKS + 16 * _ALIGN
         pin = device.type == "cuda"
         self._ring = HostRing(capacity, device)
         self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, device="cpu", pin_memory=pin) for _ in range(TURNS)]
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if pin else None
         self._token_turn = 0
 
-    def upload(self, plan: StepPlan, pad_to: int | None = None, routed: bool = False) -> Uploaded:
-        """Pack ``plan`` and copy it to the device; ``pad_to`` pads a pure decode step to a bucket with idle rows, ``routed`` adds what routing needs."""
+    def upload(self, plan: StepPlan, form: StepForm | None = None, routed: bool = False) -> Uploaded:
+        """Pack ``plan`` and copy it to the device; padded to a ``form`` that holds it; ``routed`` adds what routing needs."""
         assert len(plan.table_writes) <= self.max_writes, "the runner applies larger sets of writes beforehand"
-        fields = _pack(plan, pad_to, self._columns, self._columns * self._max_rows)
-        fields += _pack_routing(plan, pad_to) if routed else (_NOTHING, _NOTHING, _NOTHING)
+        fields = _pack(plan, form, self._columns, self._columns * self._max_rows)
+        fields += _pack_routing(plan, form) if routed else (_NOTHING, _NOTHING, _NOTHING)
         host = self._ring.next()
         flat = host.numpy()
         places, at = [], 0
@@ -71,7 +72,7 @@ class Staging:
         else:
             self._ring.send(host[:at], self._device[:at])
             views = [self._device[a : a + n] for a, n in places]
-        return Uploaded(len(plan.decodes) if pad_to is None else pad_to, *views)
+        return Uploaded(len(plan.decodes) if form is None else form.decode_rows, *views)
 
     def token_buffer(self) -> torch.Tensor:
         """Host buffer ``[rows]`` int64 for the tokens of one step; in rotation, apart from the uploads."""
@@ -83,53 +84,56 @@ class Staging:
         return torch.empty(shape, dtype=torch.int8, device="cpu", pin_memory=self._device is not None)
 
 
-def _pack(plan: StepPlan, pad_to: int | None, columns: int, trash: int) -> tuple[np.ndarray, ...]:
+def _pack(plan: StepPlan, form: StepForm | None, columns: int, trash: int) -> tuple[np.ndarray, ...]:
     """The tensors of :class:`Uploaded` in order; padding writes of the block tables go to place ``trash``, past the end."""
-    chunks = plan.decodes + plan.prefills
+    chunks, num_decodes = plan.decodes + plan.prefills, len(plan.decodes)
     lengths = [c.num_tokens for c in chunks]
-    token_ids = [t for c in chunks for t in (c.token_ids or (0,))]
+    token_ids = np.array([t for c in chunks for t in (c.token_ids or (0,))], dtype=np.int32)
     source = np.full(len(token_ids), -1, dtype=np.int32)
-    source[: len(plan.decodes)] = [c.source for c in plan.decodes]
+    source[:num_decodes] = [c.source for c in plan.decodes]
     starts = np.array([c.start for c in chunks], dtype=np.int32)
     first_rows = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     positions = np.repeat(starts - first_rows[:-1], lengths) + np.arange(len(token_ids), dtype=np.int32)
     table_rows = np.repeat(np.array([c.table_row for c in chunks], dtype=np.int32), lengths)
-    logit_rows = [int(last) - 1 for c, last in zip(chunks, first_rows[1:], strict=True) if c.samples]
+    logit_rows = np.array([last - 1 for c, last in zip(chunks, first_rows[1:], strict=True) if c.samples], dtype=np.int32)
     writes = np.array(plan.table_writes, dtype=np.int64).reshape(-1, 3)
     write_places, write_blocks = writes[:, 0] * columns + writes[:, 1], writes[:, 2]
+    chunk_starts = first_rows[num_decodes:] if plan.prefills else first_rows[:0]
     tile_chunks, tile_starts = prefill_tiles(plan.prefills)
-    chunk_starts = first_rows[len(plan.decodes) :] if plan.prefills else first_rows[:0]
-    if pad_to is not None:
-        idle = pad_to - len(token_ids)
-        token_ids, logit_rows = token_ids + [0] * idle, list(range(pad_to))
-        source, positions = np.pad(source, (0, idle), constant_values=-1), np.pad(positions, (0, idle), constant_values=-1)
-        table_rows = np.pad(table_rows, (0, idle))
-        write_places = np.pad(write_places, (0, pad_to - len(write_places)), constant_values=trash)
-        write_blocks = np.pad(write_blocks, (0, pad_to - len(write_blocks)))
-    return (
-        np.asarray(token_ids, dtype=np.int32),
-        source,
-        positions,
-        table_rows,
-        np.asarray(logit_rows, dtype=np.int32),
-        write_places,
-        write_blocks,
-        chunk_starts,
-        tile_chunks,
-        tile_starts,
-    )
+    if form is not None:
+        assert form.holds(plan) or not chunks, f"{form} does not hold {num_decodes} decodes and {len(plan.prefills)} chunks"
+        token_ids, table_rows = _spread(token_ids, num_decodes, form), _spread(table_rows, num_decodes, form)
+        source, positions = _spread(source, num_decodes, form, -1), _spread(positions, num_decodes, form, -1)
+        moved = np.where(logit_rows < num_decodes, logit_rows, logit_rows + form.decode_rows - num_decodes)
+        logit_rows = np.concatenate([moved, np.arange(len(moved), form.num_logits)])
+        write_places = np.pad(write_places, (0, form.rows - len(write_places)), constant_values=trash)
+        write_blocks = np.pad(write_blocks, (0, form.rows - len(write_blocks)))
+        if form.max_chunks:  # chunks that are not there begin and end behind the last one, and no tile names them
+            begun = first_rows[num_decodes:] + (form.decode_rows - num_decodes)
+            chunk_starts = np.pad(begun, (0, form.max_chunks + 1 - len(begun)), mode="edge")
+            tile_chunks = np.pad(tile_chunks, (0, form.num_tiles - len(tile_chunks)), constant_values=-1)
+            tile_starts = np.pad(tile_starts, (0, form.num_tiles - len(tile_starts)))
+    return (token_ids, source, positions, table_rows, logit_rows, write_places, write_blocks, chunk_starts, tile_chunks, tile_starts)
+
+
+def _spread(rows: np.ndarray, num_decodes: int, form: StepForm, idle: int = 0) -> np.ndarray:
+    """``rows`` [T] with those behind the decodes moved to where the form has its prompts; ``idle`` elsewhere."""
+    spread = np.full(form.rows, idle, dtype=rows.dtype)
+    spread[:num_decodes] = rows[:num_decodes]
+    spread[form.decode_rows : form.decode_rows + len(rows) - num_decodes] = rows[num_decodes:]
+    return spread
 
 
 _NOTHING = np.zeros(0, dtype=np.int32)
 
 
-def _pack_routing(plan: StepPlan, pad_to: int | None) -> tuple[np.ndarray, ...]:
+def _pack_routing(plan: StepPlan, form: StepForm | None) -> tuple[np.ndarray, ...]:
     """Number of the request, 1 for rows that have to run every layer, 1 for rows of a prompt; 0 for padding."""
     chunks = plan.decodes + plan.prefills
     lengths = [c.num_tokens for c in chunks]
-    idle = 0 if pad_to is None else pad_to - sum(lengths)
     columns = ([c.number for c in chunks], [not c.routed for c in chunks], [c.is_prompt for c in chunks])
-    return tuple(np.pad(np.repeat(np.array(values, dtype=np.int32), lengths), (0, idle)) for values in columns)
+    fields = (np.repeat(np.array(values, dtype=np.int32), lengths) for values in columns)
+    return tuple(fields if form is None else (_spread(field, len(plan.decodes), form) for field in fields))
 
 
 def prefill_tiles(prefills: tuple[Chunk, ...]) -> tuple[np.ndarray, np.ndarray]:

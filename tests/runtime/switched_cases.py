@@ -7,6 +7,7 @@ import torch
 import depthfx
 from depthfx.contracts import Decision, Policy, Rows
 from depthfx.records import Chunk, SamplingParams, StepPlan
+from depthfx.runtime.step_form import decode_form
 from depthfx.skippers import make_skipper
 from depthfx.skippers.policies.random_skip import MODULUS, hash_of
 from tests.families.configs import build
@@ -54,15 +55,15 @@ class Case:
     @torch.inference_mode()
     def step(self, captured: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run without a graph, with cohorts as a captured step of :data:`BUCKET` rows has them or gathered."""
-        uploaded = self.runner.staging.upload(self.plan, BUCKET if captured else None, True)
+        uploaded = self.runner.staging.upload(self.plan, decode_form(BUCKET) if captured else None, True)
         return self.result(self.runner.forward(uploaded, -1, routed=True, captured=captured))
 
     @torch.inference_mode()
     def replay(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Replay the captured step."""
         graph = self.runner.graphs.find(self.plan, -1, True)
-        assert graph is not None and graph.bucket == BUCKET
-        self.runner.staging.upload(self.plan, BUCKET, True)
+        assert graph is not None and graph.form == decode_form(BUCKET)
+        self.runner.staging.upload(self.plan, graph.form, True)
         graph.replay()
         return self.result(graph.logits)
 

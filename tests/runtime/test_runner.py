@@ -11,6 +11,7 @@ from depthfx.records import Chunk, KvShape, SamplingParams, StepInputs, StepPlan
 from depthfx.runtime.graphs import decode_buckets, greedy
 from depthfx.runtime.runner import Program, Runner, RunnerShape
 from depthfx.runtime.staging import Staging, prefill_tiles
+from depthfx.runtime.step_form import decode_form
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams()
@@ -44,7 +45,7 @@ def test_a_mixed_step_is_packed_in_order():
 
 
 def test_a_bucket_is_padded_with_idle_rows():
-    up = staging().upload(StepPlan(0, (decode("a", 3, 7, 50),), (), ((3, 1, 5),)), pad_to=4)
+    up = staging().upload(StepPlan(0, (decode("a", 3, 7, 50),), (), ((3, 1, 5),)), decode_form(4))
     assert up.positions.tolist() == [7, -1, -1, -1]
     assert up.source.tolist() == [-1, -1, -1, -1]
     assert up.logit_rows.tolist() == [0, 1, 2, 3]
@@ -54,9 +55,9 @@ def test_a_bucket_is_padded_with_idle_rows():
 
 def test_fields_of_a_bucket_stay_in_place():
     stage = staging()
-    first = stage.upload(StepPlan(0, (decode("a", 3, 7, 50),), (), ()), pad_to=8)
+    first = stage.upload(StepPlan(0, (decode("a", 3, 7, 50),), (), ()), decode_form(8))
     places = [t.storage_offset() for t in (first.token_ids, first.positions, first.logit_rows)]
-    again = stage.upload(StepPlan(1, tuple(decode(c, 1, 2, 3) for c in "abcdefgh"), (), ()), pad_to=8)
+    again = stage.upload(StepPlan(1, tuple(decode(c, 1, 2, 3) for c in "abcdefgh"), (), ()), decode_form(8))
     assert places == [t.storage_offset() for t in (again.token_ids, again.positions, again.logit_rows)]
     assert all(p % 16 == 0 for p in places)
 

@@ -85,7 +85,7 @@ def test_the_dry_run_names_the_kernels_of_chosen_sizes(buckets, switched, monkey
             seen.append((uploaded, isinstance(active_switch(), HostSwitch)))
 
     limits = {"nested": False, "max_batch_tokens": 512, "blocks_per_row": 8, "kv": SimpleNamespace(block_tokens=16)}
-    staging = SimpleNamespace(upload=lambda plan, bucket, routed: bucket)
+    staging = SimpleNamespace(upload=lambda plan, form, routed: form.rows if form else None)
     runner = SimpleNamespace(
         device=torch.device("cuda", 0), routed=forward, shape=SimpleNamespace(**limits), staging=staging, forward=forward
     )
@@ -95,5 +95,5 @@ def test_the_dry_run_names_the_kernels_of_chosen_sizes(buckets, switched, monkey
     monkeypatch.setattr(warmup, "dependent_launch", lambda *_: nullcontext())
     monkeypatch.setattr(warmup, "collected", lambda: nullcontext({}))
     monkeypatch.setattr(warmup, "_settle", lambda _: None)
-    assert warmup._variants(runner, buckets, (-1,)) == []
+    assert warmup._variants(runner, buckets, (), (-1,)) == []
     assert seen == switched

@@ -287,6 +287,7 @@ register_kernel(
             _case("prefill-window-softcap-sinks", (2, 2), 80, [], [(60, 150)], window=70, softcap=8.0, sinks=True),
             _case("prefill-small-window", (1, 1), 128, [], [(33, 140)], window=3, block_tokens=8),
             _case("mixed-4:2x96", (4, 2), 96, [40, -1, 3], [(20, 33), (0, 5)], padding=2),
+            _case("mixed-padded-to-a-form-4:2x128", (4, 2), 128, [40, -1, -1], [(20, 150), (0, 5), (0, 0), (0, 0)], padding=30),
             _case("gathered-3:1x64", (3, 1), 64, [], [(0, 50)], padding=2, shares=(0.4,)),
             _case("gathered-two-tiles", (2, 1), 64, [], [(100, 240)], shares=(0.6,)),
             _case("gathered-few-of-many", (2, 2), 128, [], [(37, 400)], shares=(0.05,), block_tokens=32),
