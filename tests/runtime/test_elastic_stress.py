@@ -39,7 +39,8 @@ def test_no_byte_is_read_after_it_changed_its_owner(name, monkeypatch):
     settings = ElasticMemory(**{"unit_mib": 4 / 1024, "dwell_s": 0.0, "verify": True, **options})
     engine = byte_engine(settings, SIZES, 5, 20 if settings.policy == "elastic" else 8, lookahead)
     runner, control = engine._runner, engine.control
-    control.shared.worker.copier.disturb(seed + 100, delay_share=0.15, most_us=1500, fail_share=0.005)
+    delay_us = most_delay_us(engine, rng)
+    control.shared.worker.copier.disturb(seed + 100, delay_share=0.15, most_us=delay_us, fail_share=0.005)
     control.shared.worker.chunk_bytes = 1024
     preempt, num_preempted = Scheduler._preempt, 0
 
@@ -78,7 +79,7 @@ def test_copies_on_a_device_never_meet_a_step(seed, monkeypatch):
     control, runner, steps = engine.control, engine._runner, device.stream(is_default=True)
     control.shared.worker.close()
     control.shared.resources.worker = worker = RestoreWorker("cpu", 256, 6, device.path)
-    worker.copier.disturb(seed + 1, delay_share=0.15, most_us=1500)
+    worker.copier.disturb(seed + 1, delay_share=0.15, most_us=most_delay_us(engine, random.Random(seed)))
     device.delay(seed + 2, 400)
 
     def on_stream():
@@ -98,6 +99,13 @@ def test_copies_on_a_device_never_meet_a_step(seed, monkeypatch):
     assert min(stats.num_restores, stats.num_cancels) > 2 and stats.num_failures == 0 and runner.num_reused > 10
     finish(engine)
     assert (device.left, device.violations) == (0, 0)
+
+
+def most_delay_us(engine, rng) -> int:
+    """Of a chunk's copy, in microseconds: as long as several steps, however slow or busy the host is, so that some copies are called off."""
+    begun, steps = time.perf_counter(), engine.stats().num_steps
+    serve_randomly(engine, rng, 20)
+    return max(1500, round(5e6 * (time.perf_counter() - begun) / (engine.stats().num_steps - steps)))
 
 
 def serve_randomly(engine, rng, num_requests) -> dict[str, Case]:
