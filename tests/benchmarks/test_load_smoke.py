@@ -33,13 +33,13 @@ def test_arms_under_load(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{i // 4},{20 + i},{13 + i % 3}\n" for i in range(8)))
     arms = ["static-fp16", "elastic+routed"]
-    options = "--factors 4 --requests 8 --capacity 4 8 --resolution 0.5 --warm-up 3 --own-shares 0.5 --base-shares 1.25 --skip-rate 0.5 --skip-depth 1".split()
+    options = "--factors 4 --requests 8 --capacity 12 24 --resolution 0.5 --warm-up 3 --own-shares 0.5 --base-shares 1.25 --skip-rate 0.5 --skip-depth 1".split()
     rows, picture, printed = run(tmp_path, "--arrivals", str(trace), "--arms", *arms, *options)
     (slo,) = (r for r in rows if r["kind"] == "SLO")
     assert slo["gap_s"] == pytest.approx(1000 * slo["T_base"]["mean"])
     plain, elastic = (r for r in rows if r["kind"] == "run" and "capacity of" not in r)
     parts = [(r["arm"], r["capacity of"], r["rate"]) for r in rows if r["kind"] == "run" and "capacity of" in r]
-    assert parts == [(arms[0], "baseline", 10.0), (arms[1], "own", 4.0), (arms[1], "baseline", 10.0)]
+    assert parts == [(arms[0], "baseline", 30.0), (arms[1], "own", 12.0), (arms[1], "baseline", 30.0)]
     assert [plain["arm"], elastic["arm"]] == arms
     for row in (plain, elastic):
         assert row["rate"] == pytest.approx(28.0)  # seven gaps in one second, four times as fast
@@ -54,7 +54,7 @@ def test_arms_under_load(tmp_path):
     assert 0.3 < elastic["skip share"] < 0.7
     assert [r["status"] for r in rows if r["kind"] == "capacity"] == ["at least", "at least"]
     means = [r for r in rows if r["kind"] == "mean" and r["arm"] == arms[1]]
-    assert sorted(r["rate"] for r in means) == pytest.approx([4.0, 8.0, 10.0, 28.0]), "those of the search too"
+    assert sorted(r["rate"] for r in means) == pytest.approx([12.0, 24.0, 28.0, 30.0]), "those of the search too"
     means = [r for r in means if r["rate"] == elastic["rate"]]
     (change,) = (r["mean E2E s vs static-fp16 %"] for r in means)
     assert change == pytest.approx((elastic["mean E2E s"] / plain["mean E2E s"] - 1) * 100)
