@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from depthfx.contracts import Skipper
 from depthfx.errors import CheckpointError, SkipperError
 from depthfx.lowering.tensor_files import SINGLE, TensorFiles, hf_files, open_file, read_json
 from depthfx.skippers.base_identity import base_identity, is_same_base
-from depthfx.skippers.model_shape import ModelShape, check_layers, shape_of
+from depthfx.skippers.model_shape import ModelShape, check_eps, check_layers, shape_of
 from depthfx.skippers.policies.flexidepth import FlexiDepthRouter
 from depthfx.skippers.projectors.adapter import Adapter
 
@@ -56,7 +56,7 @@ def load_flexidepth(path: Path, shape: ModelShape, gate_mode: str | None = None,
     _check_base(source, model)
     mode = _gate_mode(source, gate_mode)
     layers = _layers(source, shape)
-    eps = float(source.say("rms_norm_eps", shape.norm_eps))
+    eps = check_eps(f"{path}: rms_norm_eps", source.say("rms_norm_eps", shape.norm_eps))
     routers, adapters = zip(*(_load_layer(source, i, shape, eps) for i in layers))
     return Skipper(layers, routers, adapters, GATES[mode], SAVED)  # type: ignore[arg-type]
 
@@ -107,7 +107,7 @@ def save_flexidepth(skipper: Skipper, folder: str | Path, model: Any, training: 
     known = {"base_identity": base_identity(model), "training": training}
     config.update({key: value for key, value in known.items() if value is not None})
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    (folder / SINGLE).write_bytes(save(tensors, metadata={"format": "pt"}))  # `save_file` would let nobody else read it
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 

@@ -38,12 +38,13 @@ def shape_of(model_or_config: Any) -> ModelShape:
             raise SkipperError(
                 f"{type(model_or_config).__name__} has no config with {name} (found {found!r}); give a Hugging Face decoder or its config"
             )
+    eps = {n: e for n in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps") if (e := getattr(config, n, None))}
     dtype, device = getattr(model_or_config, "dtype", None), getattr(model_or_config, "device", None)
     return ModelShape(
         num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
         intermediate_size=getattr(config, "intermediate_size", None),
-        norm_eps=next((e for e in (getattr(config, n, None) for n in ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")) if e), 1e-5),
+        norm_eps=next((check_eps(f"the model's {name}", found) for name, found in eps.items()), 1e-5),
         dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32,
         device=torch.device(device) if device is not None else torch.device("cpu"),
         model_type=getattr(config, "model_type", ""),
@@ -53,6 +54,13 @@ def shape_of(model_or_config: Any) -> ModelShape:
 def last_half(shape: ModelShape) -> tuple[int, ...]:
     """Indices of the decoder layers of the last half; of 3 layers, the last two."""
     return tuple(range(shape.num_layers // 2, shape.num_layers))
+
+
+def check_eps(name: str, value: Any) -> float:
+    """``value`` as a number, where a norm may have it; else :class:`SkipperError`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise SkipperError(f"{name} is {value!r}; expected a number above 0 and below 1, as 1e-5")
+    return float(value)
 
 
 def check_layers(layers: tuple[int, ...], num_layers: int) -> None:

@@ -253,6 +253,8 @@ def test_tensors_are_refused(tmp_path, state, reason):
     ({"routing_layers": []}, r"routing_layers is \[\]; expected a list of layer indices"),
     ({"routing_layers": "4-7"}, "routing_layers is '4-7'; expected a list"),
     ({"routing_layers": [4, 5, 6, 7, 11]}, r"routed layers \[11\] are none of the model's 8 layers"),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; expected a number above 0 and below 1, as 1e-5"),
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0; expected a number above 0"),
     ({"router_reduction_factor": 0}, "router_reduction_factor is 0; expected an integer of at least 1"),
     ({"router_reduction_factor": 8}, r"model.layers.4.router.router_enc.weight has shape \[4, 64\]; expected \[8, 64\]"),
     ({"proj_reduction_factor": 8}, r"model.layers.4.router_proj.gate_proj.weight has shape \[12, 64\]; expected \[24, 64\]"),
@@ -260,6 +262,11 @@ def test_tensors_are_refused(tmp_path, state, reason):
 def test_config_is_refused(tmp_path, changes, reason):
     with pytest.raises(SkipperError, match=reason):
         load_skipper(write(tmp_path, tensors(), **changes), model())
+
+
+def test_models_with_other_norms_are_refused():
+    with pytest.raises(SkipperError, match="the model's rms_norm_eps is 'x'; expected a number above 0"):
+        shape_of(model(rms_norm_eps="x"))
 
 
 def test_gate_mode_is_refused(tmp_path):

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
-import socket
+import signal
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands import launch
 
 import depthfx
 from depthfx.errors import SettingError, SkipperError
 from depthfx.lowering.kernel_spec import max_error
 from depthfx.skippers import load_skipper, make_skipper
-from depthfx.skippers.train import RELEASED, STE_HARD, Stage, TrainSettings, evaluate_skipper, plot_metrics, read_metrics, routed_training
+from depthfx.skippers.train import (
+    RELEASED,
+    STE_HARD,
+    Sequences,
+    Stage,
+    TrainSettings,
+    evaluate_skipper,
+    plot_metrics,
+    read_metrics,
+    routed_training,
+)
 from depthfx.skippers.train.settings import learning_rate
-from tests.skippers.train_toys import as_process, data, in_processes, model, ragged, settings, skipper, train
+from tests.skippers.train_toys import data, model, ragged, run_of_several, settings, skipper, train
 
 
 def mean(records, name):
@@ -99,6 +112,30 @@ def test_stages_have_their_own_data_and_penalty(tmp_path):
         train(tmp_path / "b", settings(stages=stages), of, {"alignment": given["alignment"]})
 
 
+@pytest.mark.parametrize(("wrong", "reason"), [
+    (lambda of, good: [1, 2, 3], "data is a list; give Sequences"),
+    (lambda of, good: {"alignment": [[1, 2]]}, "data of stage 'alignment': expected Sequences, found list; make_sequences makes them"),
+    (lambda of, good: replace(good, targets=good.targets & False), "none of its 240 tokens is to be predicted .no targets, or sequences of one"),
+    (lambda of, good: replace(good, lengths=good.lengths * 0 + 1), "none of its 10 tokens is to be predicted"),
+    (lambda of, good: replace(good, ids=good.ids + 1000), "data of stage 'alignment' holds the token id 1[0-9]*, outside the model's vocabulary"),
+    (lambda of, good: replace(good, lengths=good.lengths + 1), "lengths from 25 to 25; allowed: 1 to 24"),
+    (lambda of, good: good.first(0), "data of stage 'alignment': no sequence is given; give at least one"),
+])  # fmt: skip
+def test_data_without_anything_to_learn_are_refused(tmp_path, wrong, reason):
+    """Before anything is written; the same for what is held out and for what is evaluated."""
+    of = model()
+    good = data(of, 8)
+    given = wrong(of, good)
+    with pytest.raises(SkipperError, match=reason):
+        train(tmp_path / "run", settings(1), of, given)
+    if isinstance(given, Sequences):
+        with pytest.raises(SkipperError, match=reason.replace("data of stage 'alignment'", "held_out")):
+            train(tmp_path / "run", settings(1), of, good, held_out=given)
+        with pytest.raises(SkipperError, match=reason.replace("data of stage 'alignment'", "sequences")):
+            evaluate_skipper(of, skipper(of), given)
+    assert not (tmp_path / "run").exists()
+
+
 def test_learning_rate():
     stage = Stage(learning_rate=1.0, warmup_share=0.2)
     rates = [learning_rate(stage, n, 10) for n in range(10)]
@@ -167,20 +204,28 @@ def test_plot(trained, tmp_path):
         plot_metrics(tmp_path / "empty.jsonl", tmp_path / "plot.png", (2, 3))
 
 
-def test_two_processes_are_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    in_processes(as_process, (tmp_path, port), 2)
-    of = model()
-    result, records = train(tmp_path / "one", settings(4), of, ragged(of), held_out=data(of, 5, seed=2))
+def test_two_processes_are_one(tmp_path, monkeypatch):
+    """Under `accelerate launch`, whose code hands on to that of `torchrun`; both are at hand here, so only what they start is imported anew."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    options = (
+        "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0 --module".split()
+    )
+    kept = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        launch.launch_command(launch.launch_command_parser().parse_args([*options, "tests.skippers.train_toys", str(tmp_path)]))
+    finally:
+        for which, handler in kept.items():
+            signal.signal(which, handler)
+    records, loss = run_of_several(tmp_path / "one")
     for rank in (0, 1):
-        theirs, loss = torch.load(tmp_path / f"records{rank}.pt")
-        assert loss == pytest.approx(result.evaluation.loss, rel=1e-5)
+        theirs, their_loss = torch.load(tmp_path / f"records{rank}.pt")
+        assert their_loss == pytest.approx(loss, rel=1e-5)
         for a, b in zip(theirs, records, strict=True):
             assert a["lm"] == pytest.approx(b["lm"], rel=1e-4) and a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-3)
-    config = json.loads((tmp_path / "skipper" / "config.json").read_text())
-    assert config["training"]["processes"] == 2 and len(read_metrics(tmp_path / "metrics.jsonl")) == 5
+    config = json.loads((tmp_path / "run" / "skipper" / "config.json").read_text())
+    assert config["training"]["processes"] == 2 and len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
 
 
 def test_fp16_and_bf16_learn(tmp_path):

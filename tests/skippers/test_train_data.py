@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from depthfx.errors import SettingError, SkipperError
-from depthfx.skippers.train import documents, find_files, make_sequences, read_files, split_files
+from depthfx.skippers.train import Sequences, documents, find_files, make_sequences, read_files, split_files
 from tests.skippers.train_toys import model
 
 CPU = torch.device("cpu")
@@ -81,6 +81,9 @@ def test_chats(of):
     (["abc"], "item 0 is text, which needs a tokenizer; give one, or token ids"),
     ([[1], 7], "item 1 is a int; give texts, chats"),
     ([[1.5, 2.0]], "item 0 is a list; give texts, chats"),
+    (None, r"items is a NoneType; give a list, or another iterable, of texts, chats or lists of token ids"),
+    ("abc", "items is a str; give a list"),
+    ({"text": "abc"}, "items is a dict; give a list"),
     ([{"content": "a"}], r"item 0 has the keys \['content'\]; exactly one of text, messages and input_ids is needed"),
 ])  # fmt: skip
 def test_items_are_refused(of, items, reason):
@@ -89,6 +92,25 @@ def test_items_are_refused(of, items, reason):
     if items:
         with pytest.raises(SkipperError, match="too short" if items == [[1, 2]] else reason):
             make_sequences(items, 5, of, pack=items == [[1, 2]])
+
+
+def test_separators_outside_the_vocabulary_are_refused(of):
+    for wrong in (131, -1, "end"):
+        with pytest.raises(SkipperError, match=f"separator='?{wrong}'? is not allowed; give one of the model's 131 token ids, or None"):
+            make_sequences([[1] * 9], 5, of, separator=wrong)
+
+
+def test_sequences_of_wrong_tensors_are_refused():
+    ids, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.tensor([4, 4])
+    assert Sequences(ids, ids == 0, lengths).num_targets() == 6 and Sequences(ids, ids == 1, lengths).num_targets() == 0
+    assert Sequences(ids, ids == 0, torch.tensor([1, 3])).num_targets() == 2, "of the second one, two have a token before them"
+    for wrong, reason in (
+        (([[1, 2]], ids == 0, lengths), r"the ids of Sequences are of list; give a tensor of torch.int32, or texts to make_sequences"),
+        ((ids, ids, lengths), "the targets of Sequences are of torch.int32; give a tensor of torch.bool"),
+        ((ids, ids == 0, torch.tensor([4])), r"Sequences of ids \[2, 4\], targets \[2, 4\], lengths \[1\] do not fit together"),
+    ):
+        with pytest.raises(SkipperError, match=reason):
+            Sequences(*wrong)
 
 
 def test_lengths_are_refused(of):

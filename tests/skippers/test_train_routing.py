@@ -92,6 +92,23 @@ def test_decisions_that_do_not_train_are_refused():
         model(input_ids=torch.tensor([IDS]), use_cache=False)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_named(bad):
+    """Not taken for a layer that mixes tokens."""
+    model = build("llama", torch.float16)
+    skipper = make_skipper(model, "flexidepth", "adapter", gate="mlp")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = bad
+    with (
+        pytest.raises(
+            SkipperError, match=rf"the model's model.layers.1.mlp.down_proj.weight holds numbers from .* to {bad}; training needs finite"
+        ),
+        routed_training(model, skipper),
+    ):
+        pass
+    assert all(p.requires_grad for p in model.parameters()), "nothing is left behind"
+
+
 class Changed(nn.Module):
     """A child of a layer whose output is changed."""
 

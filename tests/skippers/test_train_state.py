@@ -13,7 +13,7 @@ from torch.multiprocessing import ProcessExitedException
 from depthfx.errors import SkipperError
 from depthfx.skippers.train import Stage, read_metrics
 from depthfx.skippers.train.state_file import load_state, save_state
-from tests.skippers.train_toys import data, in_processes, killed_at, model, settings, skipper, train
+from tests.skippers.train_toys import data, in_process, killed_at, model, settings, skipper, train
 
 TWO_STAGES = settings(
     stages=(Stage(steps=7, learning_rate=3e-3, penalty=0.01), Stage(name="annealing", steps=5, learning_rate=1e-3, penalty=0.001)),
@@ -79,7 +79,7 @@ def test_a_finished_run_has_nothing_left_to_do(uninterrupted):
 def test_a_killed_run_goes_on(tmp_path):
     how = settings(8, checkpoint_every=3)
     with pytest.raises(ProcessExitedException) as caught:
-        in_processes(killed_at, (tmp_path / "killed", how, 7), 1)
+        in_process(killed_at, tmp_path / "killed", how, 7)
     assert caught.value.exit_code == -signal.SIGKILL
     assert load_state(tmp_path / "killed" / "state.pt")["place"][:3] == [0, 6, 6]
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
@@ -164,6 +164,24 @@ def test_broken_states_are_refused(tmp_path, content):
     with pytest.raises(SkipperError, match="is no state of training of version 1"):
         load_state(tmp_path / "state.pt")
     assert json.dumps(read_metrics(__file__)) == "[]"
+
+
+@pytest.mark.parametrize(("spoil", "reason"), [
+    (lambda state: state.pop("run"), "KeyError: 'run'"),
+    (lambda state: state.pop("optimiser"), "KeyError: 'optimiser'"),
+    (lambda state: state.update(run=7), "AttributeError: 'int' object"),
+    (lambda state: state["skipper"].popitem(), "RuntimeError: Error.* in loading state_dict"),
+    (lambda state: state.update(place=[0]), "ValueError: not enough values"),
+])  # fmt: skip
+def test_damaged_states_are_refused(tmp_path, spoil, reason):
+    train(tmp_path, settings(1))
+    state = load_state(tmp_path / "state.pt")
+    spoil(state)
+    save_state(tmp_path / "state.pt", state)
+    with pytest.raises(
+        SkipperError, match=rf"(?s)state.pt is damaged: {reason}.*; delete it to begin anew, or put a whole one in its place"
+    ):
+        train(tmp_path, settings(1))
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import sys
+from pathlib import Path
 
 import torch
 from torch.multiprocessing import start_processes
@@ -66,22 +67,25 @@ def train(folder, how, of=None, given=None, trained=None, **options):
     return result, records
 
 
-def in_processes(function, arguments, count):
-    """``function(rank, *arguments)`` in ``count`` fresh processes, forked from one that has imported what they need."""
-    multiprocessing.set_forkserver_preload([__name__])
-    start_processes(function, arguments, count, start_method="forkserver")
+def in_process(function, *arguments):
+    """``function(0, *arguments)`` in another process. Where torch has no threads for a GPU, a fork of this one: it has imported everything."""
+    start_processes(function, arguments, 1, start_method="spawn" if torch.cuda.is_available() else "fork")
 
 
-def as_process(rank, folder, port):
+def run_of_several(folder):
+    """What the test of several processes runs in each of them, and by itself."""
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo")
     of = model()
     result, records = train(folder, settings(4, micro_batch=2), of, ragged(of), held_out=data(of, 5, seed=2))
-    torch.save([records, result.evaluation.loss], folder / f"records{rank}.pt")
+    return records, result.evaluation.loss
 
 
 def killed_at(rank, folder, how, step):
     """A run that dies at once after ``step``."""
     torch.set_num_threads(1)
     train(folder, how, on_step=lambda record: os.kill(os.getpid(), signal.SIGKILL) if record["step"] == step else None)
+
+
+if __name__ == "__main__":  # as a launcher starts it
+    place = Path(sys.argv[1])
+    torch.save(run_of_several(place / "run"), place / f"records{os.environ['RANK']}.pt")

@@ -11,9 +11,10 @@ from depthfx.skippers.train.settings import RELEASED, STE_HARD, Stage, TrainSett
 from depthfx.skippers.train.settle import Settled, settle_checkpoint, settle_skipper
 from depthfx.skippers.train.text_files import find_files, read_files, split_files
 from depthfx.skippers.train.trainer import TrainResult, train_skipper
+from depthfx.skippers.train.workers import Workers
 
 __all__ = [
-    "RELEASED", "STE_HARD", "Evaluation", "Sequences", "Settled", "Stage", "TrainResult", "TrainSettings", "documents", "evaluate_skipper",
-    "find_files", "make_own_chats", "make_own_documents", "make_sequences", "plot_metrics", "read_files", "read_metrics", "routed_training",
-    "settle_checkpoint", "settle_skipper", "split_files", "train_skipper",
+    "RELEASED", "STE_HARD", "Evaluation", "Sequences", "Settled", "Stage", "TrainResult", "TrainSettings", "Workers", "documents",
+    "evaluate_skipper", "find_files", "make_own_chats", "make_own_documents", "make_sequences", "plot_metrics", "read_files", "read_metrics",
+    "routed_training", "settle_checkpoint", "settle_skipper", "split_files", "train_skipper",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import nn
 from depthfx.contracts import Skipper
 from depthfx.skippers.train.loss import sum_losses
 from depthfx.skippers.train.routing import Routing, routed_training
-from depthfx.skippers.train.sequences import IGNORED, Sequences
+from depthfx.skippers.train.sequences import IGNORED, Sequences, check_sequences
 from depthfx.skippers.train.workers import Workers
 
 
@@ -33,8 +33,9 @@ class Evaluation:
 def evaluate_skipper(model: nn.Module, skipper: Skipper, sequences: Sequences, micro_batch: int = 4) -> Evaluation:
     """Run ``sequences`` through the frozen ``model`` with and without ``skipper``, ``micro_batch`` at a time.
 
-    Raises :class:`~depthfx.errors.SkipperError` for a model or skipper that training cannot take hold of.
+    Raises :class:`~depthfx.errors.SkipperError` for a model or skipper that training cannot take hold of, and sequences without targets.
     """
+    check_sequences("sequences", sequences, model)
     decision: Any = "hard" if skipper.gate == "mlp" else "straight_through"
     with routed_training(model, skipper, decision) as routing:
         return evaluate(model, routing, sequences, micro_batch, Workers())

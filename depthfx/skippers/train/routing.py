@@ -93,7 +93,8 @@ def routed_training(model: nn.Module, skipper: Skipper, decision: Kind = "hard",
     """While open, ``model(input_ids=..., use_cache=False)`` is routed by ``skipper``; the model is frozen and in evaluation mode.
 
     ``recompute`` trades time for memory: activations of routed layers are computed anew in the backward pass. Raises :class:`SkipperError`
-    for a model whose layers training cannot take hold of, and :class:`SettingError` for a decision that is not known or does not train.
+    for a model that holds NaN or infinity or whose layers training cannot take hold of, and :class:`SettingError` for a decision that is not
+    known or does not train.
     """
     if decision not in KINDS:
         raise SettingError(f"decision={decision!r} is not known; allowed: {', '.join(KINDS)}")
@@ -101,6 +102,7 @@ def routed_training(model: nn.Module, skipper: Skipper, decision: Kind = "hard",
         raise SettingError(
             "decision='hard' with gate='hard' gives the router no gradient of the loss; use 'straight_through' or 'soft', or gate='mlp'"
         )
+    _check_finite(model)
     routing = Routing(skipper, decision, recompute)
     trained, layers = model.training, decoder_layers(model)
     frozen = [p for p in model.parameters() if p.requires_grad]
@@ -118,6 +120,18 @@ def routed_training(model: nn.Module, skipper: Skipper, decision: Kind = "hard",
         for parameter in frozen:
             parameter.requires_grad_()
         model.train(trained)
+
+
+def _check_finite(model: nn.Module) -> None:
+    """One number that is none, and every row depends on every other: what is then said of the layers would be wrong."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.numel():
+            ends = torch.stack(torch.aminmax(parameter.detach()))
+            if not bool(ends.isfinite().all()):
+                found = f"numbers from {float(ends[0])} to {float(ends[1])}"
+                raise SkipperError(
+                    f"the model's {name} holds {found}; training needs finite ones: load the model anew, or in a wider dtype"
+                )
 
 
 class _Reached(BaseException):

@@ -20,12 +20,23 @@ TOO_LONG = ("raise", "drop", "cut")
 class Sequences:
     """N sequences of S tokens: ``ids`` [N, S] int32, ``targets`` [N, S] bool (the token is to be predicted), ``lengths`` [N] int64.
 
-    What stands behind a sequence's length is padding.
+    What stands behind a sequence's length is padding. Raises :class:`SkipperError` for tensors of other shapes or kinds.
     """
 
     ids: torch.Tensor
     targets: torch.Tensor
     lengths: torch.Tensor
+
+    def __post_init__(self) -> None:
+        ids, targets, lengths = self.ids, self.targets, self.lengths
+        kinds = ("ids", ids, torch.int32), ("targets", targets, torch.bool), ("lengths", lengths, torch.int64)
+        for name, tensor, dtype in kinds:
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype:
+                found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                raise SkipperError(f"the {name} of Sequences are of {found}; give a tensor of {dtype}, or texts to make_sequences")
+        if ids.dim() != 2 or targets.shape != ids.shape or lengths.shape != ids.shape[:1]:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor, _ in kinds)
+            raise SkipperError(f"Sequences of {shapes} do not fit together; give ids and targets [N, S] and lengths [N]")
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -46,12 +57,39 @@ class Sequences:
         labels = torch.where(self.targets[indices] & real, ids, IGNORED)
         return ids.to(device), labels.to(device), real.to(device)
 
+    def num_targets(self) -> int:
+        """How many tokens are to be predicted: targets that another token of their sequence stands before."""
+        places = torch.arange(1, self.ids.shape[1])
+        return int((self.targets[:, 1:] & (places < self.lengths[:, None])).sum())
+
     def digest(self) -> str:
         """A hash of all of it."""
         found = hashlib.sha256(repr(tuple(self.ids.shape)).encode())
         for tensor in (self.ids, self.targets, self.lengths):
             found.update(tensor.contiguous().numpy().tobytes())
         return found.hexdigest()
+
+
+def check_sequences(name: str, given: Any, model: Any, targets: bool = True) -> Sequences:
+    """``given`` as it is, where it is :class:`Sequences` that ``model`` can read and, with ``targets``, learn from; else :class:`SkipperError`."""
+    if not isinstance(given, Sequences):
+        raise SkipperError(f"{name}: expected Sequences, found {type(given).__name__}; make_sequences makes them of texts or token ids")
+    if not len(given):
+        raise SkipperError(f"{name}: no sequence is given; give at least one")
+    if int(given.lengths.min()) < 1 or int(given.lengths.max()) > given.ids.shape[1]:
+        raise SkipperError(
+            f"{name}: lengths from {int(given.lengths.min())} to {int(given.lengths.max())}; allowed: 1 to {given.ids.shape[1]}"
+        )
+    vocabulary = model.config.get_text_config().vocab_size
+    outside = given.ids[(given.ids < 0) | (given.ids >= vocabulary)]
+    if len(outside):
+        raise SkipperError(_outside(name, int(outside[0]), vocabulary))
+    if targets and not given.num_targets():
+        raise SkipperError(
+            f"{name}: none of its {int(given.lengths.sum())} tokens is to be predicted (no targets, or sequences of one token); "
+            "give longer sequences, or answers where answers_only is set"
+        )
+    return given
 
 
 @dataclass(frozen=True)
@@ -68,6 +106,8 @@ def documents(items: Iterable[Any], tokenizer: Any = None, answers_only: bool = 
     In a mapping (a line of JSON, a row of a data set) they are found under ``text``, ``messages`` or ``input_ids``. Chats go through the
     tokenizer's template; ``answers_only`` makes their last message the only target. Raises :class:`SkipperError` naming the item.
     """
+    if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Iterable):
+        raise SkipperError(f"items is a {type(items).__name__}; give a list, or another iterable, of texts, chats or lists of token ids")
     for number, item in enumerate(items):
         if isinstance(item, Mapping):
             known = [k for k in ("text", "messages", "input_ids") if item.get(k) is not None]
@@ -108,6 +148,8 @@ def make_sequences(
         raise SettingError(f"length={length} is more than the {longest} positions of the model; give at most {longest}")
     if separator is None:
         separator = getattr(tokenizer, "eos_token_id", None)
+    if separator is not None and not (type(separator) is int and 0 <= separator < config.vocab_size):
+        raise SkipperError(f"separator={separator!r} is not allowed; give one of the model's {config.vocab_size} token ids, or None")
     found = _checked(documents(items, tokenizer, answers_only), config.vocab_size)
     made = _packed(found, length, separator) if pack else _padded(found, length, too_long)
     if not len(made):
@@ -157,10 +199,12 @@ def _checked(found: Iterable[Document], vocabulary: int) -> Iterator[Document]:
     for number, document in enumerate(found):
         if document.ids and not 0 <= min(document.ids) <= max(document.ids) < vocabulary:
             wrong = next(i for i in document.ids if not 0 <= i < vocabulary)
-            raise SkipperError(
-                f"document {number} holds the token id {wrong}, outside the model's vocabulary of {vocabulary}; use the model's own tokenizer"
-            )
+            raise SkipperError(_outside(f"document {number}", wrong, vocabulary))
         yield document
+
+
+def _outside(who: str, token: int, vocabulary: int) -> str:
+    return f"{who} holds the token id {token}, outside the model's vocabulary of {vocabulary}; use the model's own tokenizer"
 
 
 def _chat(messages: list[Any], tokenizer: Any, answers_only: bool, number: int) -> Document:

@@ -27,7 +27,8 @@ from depthfx.skippers.make import load_skipper
 from depthfx.skippers.options import check_share
 from depthfx.skippers.train.evaluate import Evaluation, as_record, evaluate_skipper
 from depthfx.skippers.train.routing import Routing, routed_training
-from depthfx.skippers.train.sequences import Sequences
+from depthfx.skippers.train.sequences import Sequences, check_sequences
+from depthfx.skippers.train.whole_folder import write_folder
 from depthfx.skippers.train.workers import Workers
 
 log = logging.getLogger("depthfx.train")
@@ -68,6 +69,7 @@ def settle_skipper(
     if not 0 < check_share("share", share) < 1:
         raise SkipperError(f"share={share} is not allowed; give a number above 0 and below 1")
     check_flexidepth(skipper)
+    check_sequences("sequences", sequences, model, targets=False)
     decision: Any = "hard" if skipper.gate == "mlp" else "straight_through"
     with routed_training(model, skipper, decision) as routing:
         found = settle(model, routing, sequences, share, micro_batch, Workers(), dtype or next(model.parameters()).dtype)
@@ -91,7 +93,7 @@ def settle(
             head.weight.mul_(scale)
             head.bias.mul_(scale)
     logits *= scale
-    exact = [float(head.bias) for head in heads]
+    exact = [float(head.bias.detach()) for head in heads]
     if scale != 1.0:  # what 16 bits could not tell apart may now decide another way
         logits, now = _measure(model, routing, sequences, micro_batch, workers)
     best, rounds = (now, exact, 0.0), 0
@@ -117,6 +119,8 @@ def settle_checkpoint(
     that exists or cannot be written.
     """
     path, out = Path(path), Path(out)
+    if held_out is not None:
+        check_sequences("held_out", held_out, model)
     if out.exists():
         raise SkipperError(f"{out} exists; name a new folder")
     skipper = load_skipper(path, model)
@@ -124,10 +128,7 @@ def settle_checkpoint(
     found = settle_skipper(model, skipper, sequences, share, dtype=dtype)
     evaluation = None if held_out is None else evaluate_skipper(model, skipper, held_out)
     record = {**asdict(found), "data": sequences.digest(), "evaluation": None if evaluation is None else as_record(evaluation)}
-    try:
-        save_flexidepth(skipper.to(dtype=dtype), out, model, {**training, "settled": record})
-    except OSError as error:
-        raise SkipperError(f"{out} cannot be written ({error}); make room or name another folder") from error
+    write_folder(out, lambda new: save_flexidepth(skipper.to(dtype=dtype), new, model, {**training, "settled": record}))
     return found, evaluation
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from depthfx.contracts import Skipper
@@ -28,10 +27,11 @@ from depthfx.skippers.train.evaluate import Evaluation, as_record, evaluate
 from depthfx.skippers.train.loss import sum_losses
 from depthfx.skippers.train.metrics import Metrics
 from depthfx.skippers.train.routing import Routing, routed_training
-from depthfx.skippers.train.sequences import IGNORED, Sequences
+from depthfx.skippers.train.sequences import IGNORED, Sequences, check_sequences
 from depthfx.skippers.train.settings import Controller, Stage, TrainSettings, learning_rate, offset_of, start_controller, target_share
 from depthfx.skippers.train.settle import Settled, settle
 from depthfx.skippers.train.state_file import load_state, save_state
+from depthfx.skippers.train.whole_folder import write_folder
 from depthfx.skippers.train.workers import Workers
 
 log = logging.getLogger("depthfx.train")
@@ -62,22 +62,22 @@ def train_skipper(
 
     ``data`` serve all stages, or are given by the names of stages. ``folder`` gets state.pt, metrics.jsonl and the result, the folder
     skipper (of stages before the last, skipper-NAME); where it holds a state of the same run and ``resume`` is on, training goes on from
-    there. ``on_step`` sees the record of each step. Raises :class:`SkipperError` for parts that do not fit, a folder that cannot be written
-    or holds another run, and a loss that is not finite (the last state is kept), and :class:`~depthfx.errors.SettingError`.
+    there. ``on_step`` sees the record of each step. Raises :class:`SkipperError` for parts that do not fit, data without anything to predict,
+    a folder that cannot be written or holds another run, and a loss that is not finite (the last state is kept), and
+    :class:`~depthfx.errors.SettingError`.
     """
     settings = TrainSettings() if settings is None else settings
     check_flexidepth(skipper)
-    by_stage = {s.name: data if isinstance(data, Sequences) else data.get(s.name) for s in settings.stages}
-    for name, given in by_stage.items():
-        if not isinstance(given, Sequences) or not len(given):
-            raise SkipperError(f"stage {name!r} has no data; give Sequences (make_sequences makes them), or a dict of them by stage")
+    by_stage = _by_stage(data, settings, model)
+    if held_out is not None:
+        check_sequences("held_out", held_out, model)
     workers, folder = Workers(), Path(folder)
     workers.place(model)
     shape = shape_of(model)
     skipper.to(shape.device, torch.float32)
     with routed_training(model, skipper, settings.decision, settings.recompute) as routing:
         routing.apart = settings.balance
-        run = _Run(model, routing, by_stage, held_out, settings, folder, workers, resume)  # type: ignore[arg-type]
+        run = _Run(model, routing, by_stage, held_out, settings, folder, workers, resume)
         try:
             run.work(progress, on_step)
         finally:
@@ -86,6 +86,19 @@ def train_skipper(
             _save_result(skipper, folder, model, run)
         workers.wait()
     return TrainResult(skipper, folder / RESULT, run.done, run.evaluation)
+
+
+def _by_stage(data: Any, settings: TrainSettings, model: nn.Module) -> dict[str, Sequences]:
+    """What each stage learns from."""
+    if not isinstance(data, (Sequences, Mapping)):
+        raise SkipperError(f"data is a {type(data).__name__}; give Sequences (make_sequences makes them), or a dict of them by stage")
+    found = {}
+    for name in (s.name for s in settings.stages):
+        given = data if isinstance(data, Sequences) else data.get(name)
+        if given is None:
+            raise SkipperError(f"stage {name!r} has no data; give Sequences (make_sequences makes them), or a dict of them by stage")
+        found[name] = check_sequences(f"data of stage {name!r}", given, model)
+    return found
 
 
 class _Run:
@@ -285,11 +298,20 @@ class _Run:
         if not resume:
             raise SkipperError(f"{path} holds a run already; set resume=True to go on with it, or name another folder")
         state, mine = load_state(path), self._name
-        other = [key for key, value in mine.items() if state["run"].get(key) != value]
+        try:
+            other = [key for key, value in mine.items() if state["run"].get(key) != value]
+            if not other:
+                self._restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise SkipperError(
+                f"{path} is damaged: {type(error).__name__}: {error}; delete it to begin anew, or put a whole one in its place"
+            ) from error
         if other:
             raise SkipperError(
                 f"{path} is of another run: {', '.join(other)} differ; name another folder, or start with what it was started with"
             )
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self.routing.skipper.load_state_dict(state["skipper"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.scaler.load_state_dict(state["scaler"])
@@ -326,12 +348,4 @@ def _save_result(skipper: Skipper, folder: Path, model: nn.Module, run: _Run, na
         "evaluation": None if run.evaluation is None else as_record(run.evaluation),
         "settled": None if run.settled is None else asdict(run.settled),
     }  # fmt: skip
-    new = folder / f"{name}.new"
-    try:
-        save_flexidepth(skipper, new, model, record)
-        (folder / name).mkdir(exist_ok=True)
-        for file in sorted(new.iterdir(), reverse=True):  # the tensors, then the config that describes them
-            os.replace(file, folder / name / file.name)
-        new.rmdir()
-    except (OSError, SafetensorError) as error:
-        raise SkipperError(f"{folder / name} cannot be written ({error}); make room, and start again: the state is kept") from error
+    write_folder(folder / name, lambda new: save_flexidepth(skipper, new, model, record))

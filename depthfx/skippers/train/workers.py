@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,10 @@ from depthfx.errors import SkipperError
 
 
 class Workers:
-    """The processes of this run: one, or those that ``accelerate launch`` or ``torchrun`` started."""
+    """The processes of this run: one, or those that ``torchrun`` or ``accelerate launch`` started.
+
+    On CPUs ``torchrun --nproc_per_node N`` starts several; of ``accelerate launch`` without MPI, ``--cpu --num_processes N`` starts one alone.
+    """
 
     def __init__(self) -> None:
         """Raises :class:`SkipperError` where accelerate is not installed."""
@@ -21,9 +25,12 @@ class Workers:
             from accelerate.utils import parse_flag_from_env
         except ImportError as error:
             raise SkipperError("training needs the package accelerate; install depthfx[train]") from error
+        first = not torch.distributed.is_initialized()
         self._state: Any = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available())
         self.rank, self.count = int(self._state.process_index), int(self._state.num_processes)
         self.is_main = self.rank == 0
+        if self.count > 1 and first:  # else gloo's threads end the process with a signal, now and then
+            atexit.register(self._state.destroy_process_group)
 
     def place(self, model: nn.Module) -> torch.device:
         """Where ``model`` is; with several processes it is moved to this one's device first."""
