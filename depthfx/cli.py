@@ -93,6 +93,7 @@ def _add_skipper(commands: Any) -> None:
     check.add_argument(
         "--tokens", type=_positive, default=2048, metavar="N", help="of the text (default 2048), in sequences of 256 at most"
     )
+    check.add_argument("--json", type=Path, default=None, metavar="FILE", help="write what was found there too, as one JSON object")
     _add_device(check)
     check.set_defaults(run=_skipper_check)
     settle = known.add_parser("settle", help="write a skipper anew with another share of skipped rows, without training")
@@ -255,6 +256,9 @@ def _skipper_check(options: argparse.Namespace) -> int:
     sequences = make_sequences(texts, length, model, tokenizer).first(-(-options.tokens // length))
     found = check_skipper(Path(options.path), model, sequences, depthfx.compile)
     print("\n".join(found.lines()))
+    if options.json:
+        found.write(options.json, model, skipper=options.path, base=options.model, text=options.text, digest=sequences.digest())
+        print(f"{options.json} written")
     return 0 if found.passed else 1
 
 

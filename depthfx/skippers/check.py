@@ -7,9 +7,11 @@ decides. In the first two the logits behind each prompt are compared, in the sec
 from __future__ import annotations
 
 import copy
+import datetime
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from depthfx.contracts import Decision, Policy, Rows, Skipper
 from depthfx.errors import SkipperError
 from depthfx.skippers.make import load_skipper
 from depthfx.skippers.train.routing import routed_training
-from depthfx.skippers.train.sequences import Sequences
+from depthfx.skippers.train.sequences import Sequences, check_sequences
 
 OWN, ALL_RUN, ALL_PROJECT = 0, 1, 2
 # Largest |a - b| / (1 + max |b|) of logits: sums in another order, through all layers.
@@ -67,6 +69,16 @@ class SkipperCheck:
         errors = max(self.run_error, self.project_error)
         return errors <= self.tolerance and not (self.kv_missing or self.kv_broken) and not (self.exact and self.flips)
 
+    def write(self, path: Path, model: Any, **beside: Any) -> None:
+        """All of it as one JSON object, with where it was found, and what ``beside`` adds. Raises :class:`SkipperError` where it cannot."""
+        device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
+        where = {"device": device, "dtype": str(model.dtype), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({**beside, **where, "passed": self.passed, **asdict(self)}, indent=1) + "\n")
+        except OSError as error:
+            raise SkipperError(f"{path} cannot be written ({error}); name another file, or make room") from error
+
     def lines(self) -> list[str]:
         """For people, one finding a line."""
         allowed = f"(allowed {self.tolerance:g} of the largest)"
@@ -89,6 +101,7 @@ def check_skipper(path: str | Path | Skipper, model: nn.Module, sequences: Seque
     checkpoint that does not load and sequences that do not fit, and whatever ``compile`` raises.
     """
     count, length = sequences.ids.shape
+    check_sequences("sequences", sequences, model, targets=False)
     if length % 16 or not count or int(sequences.lengths.min()) < length:
         raise SkipperError(f"{count} sequences of up to {length} tokens are not allowed; give full ones whose length is a multiple of 16")
     found = path if isinstance(path, Skipper) else load_skipper(path, model)

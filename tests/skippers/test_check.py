@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     given = [str(tmp_path / "skipper"), "any", "--device", "cpu", "--text", str(tmp_path / "text.txt")]
     assert cli.main(["skipper", "check", *given, "--tokens", "512"]) == 0
     assert "0 of 960 decisions are served another way" in capsys.readouterr().out
+    kept = tmp_path / "kept" / "check.json"
+    assert cli.main(["skipper", "check", *given, "--tokens", "16", "--json", str(kept)]) == 0
+    found = json.loads(kept.read_text())
+    assert {k: found[k] for k in ("passed", "decisions", "flips", "layers", "dtype")} == {
+        "passed": True, "decisions": 32, "flips": 0, "layers": [2, 3], "dtype": "torch.float32"
+    } and found["text"] == [given[-1]]  # fmt: skip
+    assert cli.main(["skipper", "check", *given, "--tokens", "16", "--json", str(kept / "x")]) == 1
+    assert "check.json/x cannot be written" in capsys.readouterr().err
     monkeypatch.setattr(module.SkipperCheck, "passed", False)
     assert cli.main(["skipper", "check", *given, "--tokens", "16"]) == 1
     given[-1] = str(tmp_path / "none.txt")
