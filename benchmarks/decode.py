@@ -57,7 +57,11 @@ def time_replay(model: Any, batch: int) -> list[float] | None:
     """Seconds of bare replays of the captured graph of ``batch`` rows, back to back (device time of a step)."""
     runner = model.engine._runner
     hint = 0 if set(model.engine.precision().values()) == {"fast"} else -1
-    large = [(b, p != hint, g) for (b, p, routed), g in runner.graphs._graphs.items() if b >= batch and p in (hint, -1) and not routed]
+    large = [
+        (form.rows, p != hint, g)
+        for (form, p, routed), g in runner.graphs._graphs.items()
+        if form.rows >= batch and p in (hint, -1) and not (routed or form.max_chunks)
+    ]
     graph = min(large, key=lambda found: found[:2], default=(0, True, None))[2]
     if graph is None:
         return None

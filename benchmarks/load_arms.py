@@ -77,6 +77,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="rows of a step that decodes and prefills: bounds gaps between tokens (default 2048 on CUDA)",
     )
+    parser.add_argument("--capture-prompts", action="store_true", help="short steps with prompts are captured too (CUDA)")
     parser.add_argument("--max-len", type=int, default=None, help="context; longer prompts are cut")
     parser.add_argument("--skip-projector", default="identity")
     parser.add_argument("--no-inductor", action="store_true")
@@ -141,6 +142,7 @@ def build(name: str, args: argparse.Namespace, device: torch.device, skips: Call
     settings = {
         **arm.settings, "memory_budget_gib": args.budget_gib, "kv_blocks": args.kv_blocks, "max_batch_size": args.max_batch,
         "max_model_len": args.max_len, "max_chunk_tokens": args.chunk_tokens, "inductor": not args.no_inductor,
+        "capture_prompts": args.capture_prompts,
     }  # fmt: skip
     for option in ("kv_offload_gib", "weight_offload_gib"):
         if option in settings and getattr(args, option) is not None:

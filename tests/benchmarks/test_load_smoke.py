@@ -33,7 +33,9 @@ def test_arms_under_load(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{i // 4},{20 + i},{13 + i % 3}\n" for i in range(8)))
     arms = ["static-fp16", "elastic+routed"]
-    options = "--factors 4 --requests 8 --capacity 12 24 --resolution 0.5 --warm-up 3 --own-shares 0.5 --base-shares 1.25 --skip-rate 0.5 --skip-depth 1".split()
+    options = (
+        "--factors 4 --requests 8 --capacity 12 24 --resolution 0.5 --warm-up 3 --own-shares 0.5 --base-shares 1.25 --skip-rate 0.5 --skip-depth 1"
+    ).split()
     rows, picture, printed = run(tmp_path, "--arrivals", str(trace), "--arms", *arms, *options)
     (slo,) = (r for r in rows if r["kind"] == "SLO")
     assert slo["gap_s"] == pytest.approx(1000 * slo["T_base"]["mean"])
