@@ -7,8 +7,9 @@ documentation (Debian's package python3.11-doc has them below html/_sources), an
     python examples/train_skipper.py --preset smollm2 --texts /usr/share/doc/python3.11/html/_sources --out RUN
 
 RUN gets what the model made up, the state, metrics with a plot, the held-out text and the result, the folder `skipper`. Any option after the
-preset replaces what it says. Started again with the same arguments, it goes on where it was stopped; `accelerate launch` (on CPUs: `torchrun`) in place of
-`python` uses several processes.
+preset replaces what it says. Started again with the same arguments, it goes on where it was stopped. In place of `python`, `torchrun
+--nproc_per_node N` or `accelerate launch --multi_gpu --num_processes N` uses several processes, on GPUs or, where there is none, on the CPU
+(`accelerate launch --cpu` starts only one there). They need `--out`, which is one folder for all of them; the first process writes.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from depthfx.skippers import load_skipper, make_skipper
 from depthfx.skippers.train import (
     Stage,
     TrainSettings,
+    Workers,
     find_files,
     make_own_chats,
     make_own_documents,
@@ -42,7 +44,7 @@ from depthfx.smollm2 import load_smollm2
 
 PRESETS = {
     "look": {
-        "steps": 3, "annealing": 0, "batch": 2, "micro_batch": 2, "length": 48, "log_every": 1, "head_bias": None,
+        "steps": 3, "annealing": 0, "batch": 2, "micro_batch": 2, "length": 48, "log_every": 1, "settle": 2,
         "layers": list(range(22, 30)), "rate": 1e-4,
     },
     "smollm2": {
@@ -75,7 +77,7 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="end when these are made; --seed decides what is made up")
     parser.add_argument("--own-tokens", type=int, default=448, help="of such a document at most, and of an answer up to 256")
     parser.add_argument("--together", type=int, help="so many are written at once; 512 on CUDA, 8 on a CPU")
-    parser.add_argument("--out", help="a folder for state, metrics, plot and result; without it, a temporary one")
+    parser.add_argument("--out", help="a folder for state, metrics, plot and result; without it, a temporary one (of one process)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--seed", type=int, default=42)
@@ -89,6 +91,7 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     parser.add_argument("--rise", type=float, default=0.0, help="share of the first stage in which that share rises from 0")
     parser.add_argument("--max-penalty", type=float, default=0.05)
     parser.add_argument("--shift", type=float, default=0.7, help="how fast routers are moved to the target at once")
+    parser.add_argument("--settle", type=int, default=64, help="sequences by which, after the last step, routers are moved to that share")
     parser.add_argument("--router-rate", type=float, default=0.3, help="the router's learning rate as a share of the adapter's")
     parser.add_argument(
         "--balance", action=argparse.BooleanOptionalAction, default=False, help="routers learn which rows skip, not how many"
@@ -108,7 +111,7 @@ def parse_arguments(arguments: tuple[str, ...]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def find_texts(asked: argparse.Namespace, tokenizer: object) -> tuple[list, list]:
+def find_texts(asked: argparse.Namespace, tokenizer: object, workers: Workers) -> tuple[list, list]:
     """What to train on and what to hold out, no file and no chat in both."""
     if asked.texts:
         files, held_out_files = split_files(find_files(asked.texts, asked.pattern), held_out=0.02, seed=asked.seed)
@@ -119,10 +122,10 @@ def find_texts(asked: argparse.Namespace, tokenizer: object) -> tuple[list, list
         names = sorted(topics)
         texts, held_out = [topics[n] for n in names[4:8]], [topics[n] for n in names[:1]]
     if asked.chats or asked.documents:
-        file = Path(asked.out or tempfile.mkdtemp()) / "own.jsonl"
-        if not file.exists():  # else a run that was stopped goes on with the same ones
-            file.parent.mkdir(parents=True, exist_ok=True)
+        file = Path(asked.out) / "own.jsonl"
+        if workers.is_main and not file.exists():  # else a run that was stopped goes on with the same ones
             write_lines(file, make_own_texts(asked, tokenizer, file.with_name("own.part")))
+        workers.wait()
         own = list(read_files([file]))
         apart = max(1, len(own) // 50)
         texts, held_out = texts + own[apart:], held_out + own[:apart]
@@ -183,14 +186,15 @@ def settings_of(asked: argparse.Namespace) -> TrainSettings:
         stages=tuple(stages), batch_size=asked.batch, micro_batch=asked.micro_batch, decision="straight_through", recompute=False,
         seed=asked.seed, lm=asked.lm, distill=asked.distill, target_skip=asked.skip, target_rise=asked.rise, max_penalty=asked.max_penalty,
         controller_gain=gain, controller_rate=rate, balance=asked.balance, controller_shift=0.0 if asked.head_bias is None else asked.shift,
-        router_rate=asked.router_rate, log_every=asked.log_every, evaluate_every=250, checkpoint_every=100,
+        router_rate=asked.router_rate, settle_sequences=asked.settle, log_every=asked.log_every, evaluate_every=250,
+        checkpoint_every=100,
     )  # fmt: skip
 
 
-def paced(asked: argparse.Namespace, model: object, skipper: object, data: object) -> None:
+def paced(asked: argparse.Namespace, model: object, skipper: object, data: object, workers: Workers) -> None:
     """Numbers of steps that take ``asked.minutes``, by the pace of a few steps of a copy; kept beside the state, so that a run can go on."""
-    file = Path(asked.out) / "steps.json" if asked.out else None
-    if file is None or not file.exists():
+    file = Path(asked.out) / "steps.json"
+    if not file.exists():
         ends: list[float] = []
         few = dataclasses.replace(
             settings_of(argparse.Namespace(**{**vars(asked), "steps": PACE_STEPS, "annealing": 0})), settle_sequences=0, target_rise=0.0
@@ -201,45 +205,59 @@ def paced(asked: argparse.Namespace, model: object, skipper: object, data: objec
             )
         pace = statistics.fmean(b - a for a, b in zip(ends[9:], ends[10:], strict=False))
         steps = max(3, int(0.9 * 60 * asked.minutes / pace))  # the rest: evaluation, settling, writing
-        asked.steps, asked.annealing = steps - 2 * steps // 5, 2 * steps // 5
-        print(f"{1 / pace:.2f} steps a second, so {asked.steps} and {asked.annealing} steps", flush=True)
-        if file:
-            file.write_text(json.dumps([asked.steps, asked.annealing]))
-    else:
-        asked.steps, asked.annealing = json.loads(file.read_text())
+        if workers.is_main:
+            file.write_text(json.dumps([steps - 2 * steps // 5, 2 * steps // 5]))
+        workers.wait()
+    asked.steps, asked.annealing = json.loads(file.read_text())
+    if workers.is_main:
+        print(f"{asked.steps} and {asked.annealing} steps", flush=True)
 
 
 def main(arguments: tuple[str, ...] = ()) -> float:
     """Train, and generate with the result; returns the share of rows that skip in held-out text."""
-    asked = parse_arguments(arguments)
+    asked, workers = parse_arguments(arguments), Workers()
+    if workers.count > 1 and not asked.out:
+        raise SystemExit(f"{workers.count} processes share one folder, so a temporary one does not do; name it with --out FOLDER")
+    with tempfile.TemporaryDirectory() as temporary:
+        asked.out = asked.out or temporary
+        Path(asked.out).mkdir(parents=True, exist_ok=True)
+        return run(asked, workers)
+
+
+def run(asked: argparse.Namespace, workers: Workers) -> float:
+    """As :func:`main`, in a folder that is there."""
     model, tokenizer = load_smollm2(getattr(torch, asked.dtype), asked.device)
-    texts, held_out = find_texts(asked, tokenizer)
+    texts, held_out = find_texts(asked, tokenizer, workers)
     if asked.prepare:
         print(f"{len(texts):,} texts to train on, {len(held_out):,} held out")
         return 0.0
     data = make_sequences(texts, asked.length, model, tokenizer)
     checked = make_sequences(held_out, asked.length, model, tokenizer).spread(64 if asked.texts else 4)
-    print(f"{data.ids.numel():,} tokens to train on, {checked.ids.numel():,} held out")
-
     skipper = make_skipper(
         model, "flexidepth", "adapter", layers=asked.layers, gate=asked.gate, reduction=asked.router, proj_reduction=asked.adapter,
         head_bias=asked.head_bias, head_std=asked.head_std, zero=True, seed=asked.seed,
     )  # fmt: skip
     if asked.minutes:
-        paced(asked, model, skipper, data)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(asked.out or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        paced(asked, model, skipper, data, workers)
+    folder = Path(asked.out)
+    if workers.is_main:
+        print(f"{data.ids.numel():,} tokens to train on, {checked.ids.numel():,} held out")
         write_lines(folder / "held_out.jsonl", [t if isinstance(t, dict) else {"text": t} for t in held_out])
-        result = train_skipper(model, skipper, data, folder, settings_of(asked), checked)
+    result = train_skipper(model, skipper, data, folder, settings_of(asked), checked)
+    found = result.evaluation
+    if workers.is_main:
         plot_metrics(folder / "metrics.jsonl", folder / "metrics.png", skipper.layers)
-        found = result.evaluation
         print(f"held out: {found.loss:.3f} nats a token, {found.base_loss:.3f} without skipping; {found.skipped_share:.0%} of rows skip")
-        small = {"inductor": False, "cuda_graphs": False, "max_batch_size": 1, "max_model_len": 128, "kv_blocks": 8}  # for a short look
-        model = depthfx.compile(model, skipper=load_skipper(result.folder, model), **small)
-    prompt = tokenizer("The capital of France is", return_tensors="pt").to(asked.device)
-    print(tokenizer.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0]))
+        show(model, tokenizer, result.folder)
     return found.skipped_share
+
+
+def show(model: object, tokenizer: object, folder: Path) -> None:
+    """Some words of the compiled model with the skipper of ``folder``."""
+    small = {"inductor": False, "cuda_graphs": False, "max_batch_size": 1, "max_model_len": 128, "kv_blocks": 8}  # for a short look
+    model = depthfx.compile(model, skipper=load_skipper(folder, model), **small)
+    prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)
+    print(tokenizer.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0]))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,6 +69,36 @@ def test_train_skipper(monkeypatch, capsys):
     keep_layers(monkeypatch, 8)
     assert 0.05 < run("train_skipper", "--layers", "4", "5", "6", "7") < 0.95
     assert "The capital of France is" in capsys.readouterr().out
+
+
+class Second:
+    """What the second of two processes sees; the first one has made the texts by the time it need not wait any more."""
+
+    def __init__(self):
+        self.count, self.is_main = 2, False
+
+    def wait(self):
+        own = Path(self.folder, "own.jsonl")
+        own.write_text("".join(json.dumps({"text": f"words {i} " * 9}) + "\n" for i in range(50)))
+
+
+def test_several_processes_have_the_same_folder_and_one_of_them_writes(monkeypatch, tmp_path, capsys):
+    keep_layers(monkeypatch, 2)
+    example = load("train_skipper")
+    monkeypatch.setattr(example, "Workers", Second)
+    with pytest.raises(SystemExit, match="2 processes share one folder, so a temporary one does not do; name it with --out FOLDER"):
+        example.main(())
+    monkeypatch.setattr(Second, "folder", tmp_path / "run", raising=False)
+    given = []
+
+    def train(model, skipper, data, folder, settings, held_out):
+        given.append((folder, sorted(p.name for p in folder.iterdir())))
+        return SimpleNamespace(evaluation=SimpleNamespace(skipped_share=0.25), folder=folder)
+
+    monkeypatch.setattr(example, "train_skipper", train)
+    assert example.main(("--layers", "0", "1", "--chats", "8", "--out", str(tmp_path / "run"))) == 0.25
+    assert given == [(tmp_path / "run", ["own.jsonl"])] and os.listdir(tmp_path / "run") == ["own.jsonl"], "which the first one made"
+    assert capsys.readouterr().out == ""
 
 
 def test_the_preset_trains_the_skipper_in_the_package():
