@@ -112,6 +112,7 @@ class DepthControl:
     def __init__(self, costs: DepthCosts, rule: DepthRule = "measured") -> None:
         self.costs, self.rule = costs, rule
         self.routing = False
+        self.halves = False  # prompts beside routed answers run in a step of their own; settable
         self.break_even_tokens = float("inf")
         self.num_enters = self.num_leaves = self.num_promotions = self.num_probes = 0
         self._above = 0  # steps in a row
@@ -157,17 +158,19 @@ class DepthControl:
     def probe(self, answer_rows: int, prompt_rows: int, routed: bool) -> bool:
         """Whether to look at what the skipper would decide in the step that is being planned; called once for each.
 
-        ``answer_rows``, ``prompt_rows``: rows whose depth is open; ``routed``: it is a routed step anyway, so all is seen.
+        ``answer_rows``, ``prompt_rows``: rows whose depth is open; ``routed``: it is a routed step anyway, so all is seen, or, where
+        ``halves``, its answers.
         """
         present: list[Kind] = [kind for kind, rows in (("answer", answer_rows), ("prompt", prompt_rows)) if rows]  # type: ignore[misc]
         # answers are looked at in a step of their own, which is cheaper, if there is one before long
         due = any(self._unseen[kind] >= self._interval(kind) * (2 if kind == "answer" and prompt_rows else 1) for kind in present)
-        if due and not routed:
+        seen = routed and not (self.halves and prompt_rows)
+        if due and not seen:
             cost = cost_at(self.costs.prefill, prompt_rows) if prompt_rows else cost_at(self.costs.decode, answer_rows)
             due = any(self._unseen[kind] >= cost.overhead / (PROBE_COST * cost.dense) for kind in present)
         for kind in present:
-            self._unseen[kind] = 0 if routed or due else self._unseen[kind] + 1
-        probing = due and not routed
+            self._unseen[kind] = 0 if due or seen or (routed and kind == "answer") else self._unseen[kind] + 1
+        probing = due and not seen
         self.num_probes += probing
         return probing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -82,11 +82,14 @@ class RouteLog:
         return hashlib.blake2b(repr(tuple(routes.shape)).encode() + routes.numpy().tobytes(), digest_size=16).hexdigest()
 
     def add(self, plan: StepPlan, tape: torch.Tensor) -> None:
-        """The tape ``[places, T]`` of a booked step; tells ``observer`` what was decided for rows of answers and of prompts, dense ones too.
+        """The tape ``[places, T]`` of a booked step, or of its decodes alone; tells ``observer`` what was decided for rows of answers and
+        of prompts, dense ones too.
 
         Of dense rows, which run every layer, the tape says what would have been decided; it is not counted here.
         """
         columns = tape.numpy()
+        if columns.shape[1] < plan.num_tokens:  # prompts ran in a step of their own, which asked nobody
+            plan = replace(plan, prefills=())
         skipped = (columns & 1) == 0
         self._count(plan, columns, np.stack((~skipped, skipped)))
         by_row, row = skipped.sum(0), len(plan.decodes)

@@ -125,21 +125,45 @@ class Runner:
         sampled = plan.sampled
         precision = self.flags.send(plan.precision)  # after all steps before, which read the old flags
         routed = self.routed is not None and plan.routed
-        graph = self.graphs.find(plan, precision, routed)
-        uploaded = self.staging.upload(plan, graph.form if graph else None, routed)
-        if graph is not None:
-            graph.replay()
-            logits = graph.logits[: len(sampled)]
+        halves = self._halves(plan, precision) if routed else None
+        best: torch.Tensor | None
+        if halves is not None:
+            # graphs share memory: the second one may overwrite what the first one has left
+            found = [[part.clone() for part in self._compute(*half, precision) if part is not None] for half in halves]
+            logits, best = (torch.cat(parts) for parts in zip(*found, strict=True))
         else:
-            logits = self.forward(uploaded, precision, routed)
-        if graph is not None and all(is_plain_greedy(c) for c in sampled):
-            tokens = graph.tokens[: len(sampled)]  # the graph has stored them in `last_tokens` itself
-        else:
-            tokens = self._sample(sampled, logits)
+            logits, best = self._compute(plan, routed, precision)
+        is_chosen = best is not None and all(is_plain_greedy(c) for c in sampled)
+        tokens = best if best is not None and is_chosen else self._sample(sampled, logits)
+        if halves is not None or not is_chosen:  # else the graph has stored them itself
             self.last_tokens[: tokens.shape[0]].copy_(tokens)
         with torch.inference_mode(False):  # copies of their own, which the caller may write to
             wanted = {c.request_id: logits[i].to(torch.float32, copy=True) for i, c in enumerate(sampled) if c.sampling.external}
-        return self._to_host(Launched(plan, sampled, tokens, None, wanted), plan.num_tokens if routed else 0)
+        num_taped = len(plan.decodes) if halves is not None else plan.num_tokens if routed else 0
+        return self._to_host(Launched(plan, sampled, tokens, None, wanted), num_taped)
+
+    def _compute(self, plan: StepPlan, routed: bool, precision: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits ``[R, V]`` of a step; from a graph, whose next replay or that of another overwrites them, with their greedy choice ``[R]``."""
+        graph, count = self.graphs.find(plan, precision, routed), len(plan.sampled)
+        uploaded = self.staging.upload(plan, graph.form if graph else None, routed)
+        if graph is None:
+            return self.forward(uploaded, precision, routed), None
+        graph.replay()
+        return graph.logits[:count], graph.tokens[:count]
+
+    def _halves(self, plan: StepPlan, precision: int) -> tuple[tuple[StepPlan, bool], tuple[StepPlan, bool]] | None:
+        """(plan, routed) of the decodes and of the prompts, where both are captured, routed and dense; the step as a whole would not be.
+
+        The weights are read twice, which takes less than launching every operation of the step; not measured yet.
+        """
+        if plan.probe or not plan.decodes or not plan.prefills or any(c.routed for c in plan.prefills):
+            return None
+        rows = {chunk.table_row for chunk in plan.prefills}
+        writes = [tuple(w for w in plan.table_writes if (w[0] in rows) == of_prompts) for of_prompts in (False, True)]
+        decodes, prompts = replace(plan, prefills=(), table_writes=writes[0]), replace(plan, decodes=(), table_writes=writes[1])
+        if self.graphs.find(decodes, precision, True) is None or self.graphs.find(prompts, precision) is None:
+            return None
+        return (decodes, True), (prompts, False)
 
     def wait(self, launched: Launched) -> StepResult:
         """Wait until the tokens of ``launched`` are on the host."""
