@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.alloc.physical_cases import backends
-from tests.alloc.shared_walk import ROWS, STEPS, Walk, check_reached, drive
+from tests.alloc.shared_walk import REACHED, ROWS, STEPS, Walk, check_reached, drive
 from tests.alloc.walk_world import World
 
 CASES = backends()
@@ -67,7 +67,10 @@ def machine(world: World, seen: Counter[str]) -> type[RuleBasedStateMachine]:
 @pytest.mark.timeout(120 + OPERATIONS // 100)
 @pytest.mark.parametrize("name", DRAWN)
 def test_manager_agrees_with_the_model(name, world):
-    """The walk asserts in each of its rules and after each; derandomized, so a failure repeats."""
+    """The walk asserts in each of its rules and after each; derandomized, so a failure repeats in the same selection of tests.
+
+    What is drawn depends on the constants of all modules that are imported, so only the seeded walk promises to come everywhere.
+    """
     operations, seen = OPERATIONS or DRAWN[name], Counter()
     limits = settings(
         max_examples=operations * 7 // STEPS // 5,
@@ -79,8 +82,7 @@ def test_manager_agrees_with_the_model(name, world):
     )
     run_state_machine_as_test(machine(world, seen), settings=limits)
     print(f"{name}: {dict(seen)}")
-    assert seen["operations"] >= operations
-    check_reached(seen)
+    assert seen["operations"] >= operations and all(seen[what] for what in REACHED)
 
 
 @pytest.mark.timeout(120 + OPERATIONS // 100)
