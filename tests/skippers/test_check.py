@@ -90,18 +90,17 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("A line of text that is not long, but long enough for this. " * 9)
     monkeypatch.setattr(cli, "load", lambda name, device, dtype: (model(), lambda text: {"input_ids": [ord(c) for c in text]}))
     given = [str(tmp_path / "skipper"), "any", "--device", "cpu", "--text", str(tmp_path / "text.txt")]
-    assert cli.main(["skipper", "check", *given, "--tokens", "512"]) == 0
-    assert "0 of 960 decisions are served another way" in capsys.readouterr().out
     kept = tmp_path / "kept" / "check.json"
-    assert cli.main(["skipper", "check", *given, "--tokens", "16", "--json", str(kept)]) == 0
+    assert cli.main(["skipper", "check", *given, "--tokens", "512", "--json", str(kept)]) == 0
+    assert "0 of 960 decisions are served another way" in capsys.readouterr().out
     found = json.loads(kept.read_text())
-    assert {k: found[k] for k in ("passed", "decisions", "flips", "layers", "dtype")} == {
-        "passed": True, "decisions": 32, "flips": 0, "layers": [2, 3], "dtype": "torch.float32"
-    } and found["text"] == [given[-1]]  # fmt: skip
-    assert cli.main(["skipper", "check", *given, "--tokens", "16", "--json", str(kept / "x")]) == 1
-    assert "check.json/x cannot be written" in capsys.readouterr().err
+    assert {k: found[k] for k in ("passed", "decisions", "flips", "layers", "dtype", "text")} == {
+        "passed": True, "decisions": 960, "flips": 0, "layers": [2, 3], "dtype": "torch.float32", "text": [given[-1]]
+    }  # fmt: skip
     monkeypatch.setattr(module.SkipperCheck, "passed", False)
     assert cli.main(["skipper", "check", *given, "--tokens", "16"]) == 1
+    with pytest.raises(SkipperError, match=r"check.json/x cannot be written .*name another file, or make room"):
+        module.SkipperCheck((2,), 16, 0.0, 0.0, 1e-3, 0, 0, 16, 0, True, 0.5).write(kept / "x", model())
     given[-1] = str(tmp_path / "none.txt")
     assert cli.main(["skipper", "check", *given]) == 1
     assert "none.txt cannot be read" in capsys.readouterr().err

@@ -16,6 +16,7 @@ import depthfx
 from depthfx.errors import SettingError, SkipperError
 from depthfx.lowering.kernel_spec import max_error
 from depthfx.skippers import load_skipper, make_skipper
+from depthfx.skippers import train as train_package
 from depthfx.skippers.train import (
     RELEASED,
     STE_HARD,
@@ -28,7 +29,7 @@ from depthfx.skippers.train import (
     routed_training,
 )
 from depthfx.skippers.train.settings import learning_rate
-from tests.skippers.train_toys import data, model, ragged, run_of_several, settings, skipper, train
+from tests.skippers.train_toys import data, model, ragged, run_of_several, settings, skipper, texts, train
 
 
 def mean(records, name):
@@ -226,6 +227,17 @@ def test_two_processes_are_one(tmp_path, monkeypatch):
             assert a["lm"] == pytest.approx(b["lm"], rel=1e-4) and a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-3)
     config = json.loads((tmp_path / "run" / "skipper" / "config.json").read_text())
     assert config["training"]["processes"] == 2 and len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
+
+
+def test_the_shortest_way_is_as_its_text_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [line.strip().replace("512", "32") for line in train_package.__doc__.splitlines() if line.startswith("    ")]
+    names = {**vars(train_package), "depthfx": depthfx, "make_skipper": make_skipper, "load_skipper": load_skipper}
+    names.update(model=model(), texts=texts(20), tokenizer=None)
+    monkeypatch.setenv("DEPTHFX_INDUCTOR", "0")
+    monkeypatch.setenv("DEPTHFX_KV_BLOCKS", "8")
+    exec("\n".join(lines), names)
+    assert len(lines) == 4 and names["result"].steps == 2 and names["model"].engine.routes is not None
 
 
 def test_fp16_and_bf16_learn(tmp_path):

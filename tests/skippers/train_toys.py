@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -87,5 +88,7 @@ def killed_at(rank, folder, how, step):
 
 
 if __name__ == "__main__":  # as a launcher starts it
+    # Runs after what others register: who has not left the group by then may be ended by a signal, so the launcher is told.
+    atexit.register(lambda: os._exit(int(torch.distributed.is_initialized())))
     place = Path(sys.argv[1])
     torch.save(run_of_several(place / "run"), place / f"records{os.environ['RANK']}.pt")

@@ -1,4 +1,14 @@
-"""Training a skipper, FlexiDepth's router and adapter in each routed layer, on a frozen Hugging Face model."""
+"""Training a skipper, FlexiDepth's router and adapter in each routed layer, on a frozen Hugging Face model.
+
+The shortest way, from texts to a served model, with the published recipe:
+
+    data = make_sequences(texts, 512, model, tokenizer)
+    skipper = make_skipper(model, "flexidepth", "adapter", gate="mlp")
+    result = train_skipper(model, skipper, data, "run")
+    model = depthfx.compile(model, skipper=load_skipper(result.folder, model))
+
+`examples/train_skipper.py` goes all the way for one model, with held-out texts, a target for the share that skips, and a plot.
+"""
 
 from __future__ import annotations
 
