@@ -187,7 +187,8 @@ def generate_batch(
         raise InvalidRequestError(f"generate_batch: unknown arguments {sorted(unknown)}; allowed are those of GenerationConfig")
     model._prepare_special_tokens(config, True, device="cpu")
     processors = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
-    reason = _unsupported_batch(config, processors)
+    eos = config._eos_token_tensor.flatten().tolist() if config._eos_token_tensor is not None else []
+    reason = _unsupported_batch(config, processors, eos)
     if reason is not None:
         return model._without_engine(reason, "generate_batch", inputs, generation_config, **kwargs)
     flat = next((p for p in inputs if not isinstance(p, Iterable)), None)
@@ -200,14 +201,13 @@ def generate_batch(
     results = [
         GenerationOutput(request_id=f"req_{n}", prompt_ids=p, timestamps=[] if record_timestamps else None) for n, p in enumerate(prompts)
     ]
-    eos = config._eos_token_tensor.flatten().tolist() if config._eos_token_tensor is not None else []
     with model.engine.collect([]) as rows:
         for number, prompt in enumerate(prompts):
             room = config.max_new_tokens or max(1, (config.max_length or 20) - len(prompt))
-            sampling = read_processors(config.do_sample, processors, len(prompt), False)
+            sampling = read_processors(config.do_sample, processors, eos, len(prompt), 1, False)
             assert sampling is not None
             seed = draw_seed() if config.do_sample else 0
-            one = replace(sampling, max_new_tokens=room, eos_token_ids=tuple(eos), seed=seed)
+            one = replace(sampling, max_new_tokens=room, seed=seed)
             try:
                 rows.add(number, prompt, one)
             except InvalidRequestError as error:
@@ -217,13 +217,13 @@ def generate_batch(
     return {result.request_id: result for result in results}
 
 
-def _unsupported_batch(config: Any, processors: Any) -> str | None:
+def _unsupported_batch(config: Any, processors: Any, eos: list[int]) -> str | None:
     """The first option that the engine cannot serve in a continuous batch; None if there is none."""
     if config.num_beams and config.num_beams > 1:
         return "num_beams > 1 (beam search)"
     if config.stop_strings:
         return "stop_strings in generate_batch (use generate, or engine.stream with a stop_check)"
-    if read_processors(config.do_sample, processors, 0, False) is None:
+    if read_processors(config.do_sample, processors, eos, 0, 1, False) is None:
         return f"one of {', '.join(type(p).__name__ for p in processors)} in generate_batch (use generate)"
     return None
 

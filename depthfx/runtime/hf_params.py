@@ -28,11 +28,9 @@ def sampling_params(config: Any, processors: Any, criteria: Any, prompt_width: i
     """The engine's parameters for a prepared call, or None where it has to run in lockstep on the host.
 
     Lockstep is needed for processors or criteria that are not Hugging Face's own standard ones, for several processors
-    out of order, and for a repetition penalty over padded rows (Hugging Face penalises the padding token there too).
+    out of order, for a least length that forbids other ids than those that end a row, and for a repetition penalty over
+    padded rows (Hugging Face penalises the padding token there too).
     """
-    read = read_processors(config.do_sample, processors, prompt_width, padded)
-    if read is None:
-        return None
     eos: list[int] = []
     limits: list[int] = []  # a criterion given by the caller stands in place of Hugging Face's own
     for criterion in criteria:
@@ -42,19 +40,25 @@ def sampling_params(config: Any, processors: Any, criteria: Any, prompt_width: i
             limits.append(criterion.max_length)
         elif type(criterion) not in (sc.StopStringCriteria, sc.MaxTimeCriteria):
             return None
+    read = read_processors(config.do_sample, processors, eos, prompt_width, prompt_width, padded)
     room = max(1, min(limits or [config.max_length]) - prompt_width)
-    return replace(read, max_new_tokens=room, eos_token_ids=tuple(eos), min_new_tokens=read.min_new_tokens if eos else 0)
+    return None if read is None else replace(read, max_new_tokens=room)
 
 
-def read_processors(do_sample: bool, processors: Any, prompt_width: int, padded: bool) -> SamplingParams | None:
-    """What ``processors`` do to the logits, as parameters of the device sampler; None where it cannot do all of it in their order."""
-    values: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
+def read_processors(
+    do_sample: bool, processors: Any, eos: list[int], prompt_width: int, skipped: int, padded: bool
+) -> SamplingParams | None:
+    """What ``processors`` do to a row that ``eos`` ends, as parameters of the device sampler; None where it cannot do all of it in their order.
+
+    ``skipped``: the prompt length from which a processor that counts new tokens alone has to count.
+    """
+    values: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0, "eos_token_ids": tuple(eos)}
     last = -1
     for processor in processors:
         if type(processor) not in _KNOWN or (place := _KNOWN.index(type(processor))) <= last:
             return None
         last = place
-        read = _read_processor(processor, prompt_width, padded)
+        read = _read_processor(processor, eos, prompt_width, skipped, padded)
         if read is None or (place >= _KNOWN.index(lp.TemperatureLogitsWarper) and not do_sample):
             return None
         values["min_new_tokens"] = max(values.get("min_new_tokens", 0), read.pop("min_new_tokens", 0))
@@ -62,16 +66,21 @@ def read_processors(do_sample: bool, processors: Any, prompt_width: int, padded:
     return SamplingParams(**values)
 
 
-def _read_processor(processor: Any, prompt_width: int, padded: bool) -> dict[str, Any] | None:
+def _read_processor(processor: Any, eos: list[int], prompt_width: int, skipped: int, padded: bool) -> dict[str, Any] | None:
     if isinstance(processor, lp.RepetitionPenaltyLogitsProcessor):
         usual = not padded and getattr(processor, "prompt_ignore_length", None) is None
         return {"repetition_penalty": float(processor.penalty)} if usual else None
-    if isinstance(processor, lp.MinLengthLogitsProcessor):
-        return {"min_new_tokens": max(0, processor.min_length - prompt_width)}
-    if isinstance(processor, lp.MinNewTokensLengthLogitsProcessor):
-        return {"min_new_tokens": int(processor.min_new_tokens)}
+    if isinstance(processor, (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)):
+        if isinstance(processor, lp.MinLengthLogitsProcessor):
+            least = processor.min_length - prompt_width
+        else:
+            least = processor.min_new_tokens + processor.prompt_length_to_skip - skipped
+        same = set(processor.eos_token_id.flatten().tolist()) == set(eos)
+        return {"min_new_tokens": max(0, least)} if same else None
     if isinstance(processor, lp.TemperatureLogitsWarper):
         return {"temperature": float(processor.temperature)}
+    if processor.filter_value != -float("inf"):
+        return None
     if isinstance(processor, lp.TopKLogitsWarper):
         return {"top_k": int(processor.top_k)}
     if isinstance(processor, lp.TopPLogitsWarper):

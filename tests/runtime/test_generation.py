@@ -8,7 +8,8 @@ from threading import Thread
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput
+from transformers.generation import logits_process as lp
 from transformers.generation.streamers import BaseStreamer
 
 import depthfx
@@ -155,6 +156,30 @@ def test_ends_of_sequence(batch):
     same(batch, eos_token_id=first, logits_processor=LogitsProcessorList([Ban()]))
 
 
+@pytest.mark.parametrize("batch", [ONE, BATCH], ids=["one", "padded"])
+def test_a_least_length_forbids_the_ids_that_the_caller_named(batch):
+    width = batch["input_ids"].shape[1]
+    first, second = frequent_tokens(batch, 2)
+    plain, _ = same(batch)
+    least = lp.MinLengthLogitsProcessor(width + 7, first)
+    forbidden, _ = same(batch, logits_processor=LogitsProcessorList([least]))
+    assert not torch.equal(forbidden, plain)
+    same(batch, logits_processor=LogitsProcessorList([least]), eos_token_id=[first, second])
+    same(batch, eos_token_id=first, min_new_tokens=9, stopping_criteria=StoppingCriteriaList([EosTokenCriteria([second])]))
+    for skipped in (width - 3, width, width + 3):
+        counted = lp.MinNewTokensLengthLogitsProcessor(skipped, 5, first)
+        same(batch, logits_processor=LogitsProcessorList([counted]), eos_token_id=first)
+
+
+def test_a_least_length_in_a_batch_without_padding():
+    row = BATCH["input_ids"][0].tolist()
+    first = frequent_tokens(BATCH, 1)[0]
+    for least in ({"min_new_tokens": 8}, {"min_length": len(row) + 8}):
+        options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": first, **least}
+        expected = reference().generate(BATCH["input_ids"][:1], **options)[0, len(row) :].tolist()
+        assert compiled().generate_batch([row], **options)["req_0"].generated_tokens == expected
+
+
 def test_custom_criterion_ends_rows_alone():
     width = BATCH["input_ids"].shape[1]
     expected, _ = same(BATCH, eos_token_id=130, stopping_criteria=StoppingCriteriaList([AfterFive(width)]))
@@ -203,6 +228,17 @@ def test_lockstep_draws_what_hugging_face_draws(case, batch):
     expected = reference().generate(**batch, **options)
     torch.manual_seed(7)
     assert torch.equal(compiled().generate(**batch, **options).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("warper", [lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper])
+def test_what_a_warper_leaves_out_may_be_drawn_all_the_same(warper):
+    """With a finite filter value."""
+    own = LogitsProcessorList([warper(5 if warper is lp.TopKLogitsWarper else 0.5, filter_value=3.0)])
+    options = {"max_new_tokens": 10, "do_sample": True, "top_k": 0, "logits_processor": own, **NONE}
+    torch.manual_seed(7)
+    expected = reference().generate(**BATCH, **options)
+    torch.manual_seed(7)
+    assert torch.equal(compiled().generate(**BATCH, **options), expected)
 
 
 @pytest.mark.parametrize("case", ["plain", "warped", "min_p"])
