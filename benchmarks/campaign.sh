@@ -8,6 +8,7 @@
 #   lengths       the map of nine skipping arms, lengths of GSM8K; bbh: one cell of it and BBH lengths
 #   both          elastic and auto depth together against each alone
 #   soak          five minutes of bursts, aborts and failures
+#   train         a training step beside LoRA's (DEPTHFX_SMOLLM2 names the model, DATA a folder of held-out texts), then flips in FP16
 # To try a part on a CPU: TINY=1. CAPTURE= (empty) leaves steps with prompts eager.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -53,5 +54,8 @@ both)
     --guesses ${GUESSES:-43 21 45} --skip-rate 0.5 --skip-depth 0.5 --name both ;;
 soak)
   if [ -n "${TINY:-}" ]; then bench soak --minutes 0.1 --shape smollm2 --layers 2; else bench soak --minutes 5 --shape small; fi ;;
+train)
+  if [ -n "${TINY:-}" ]; then bench train_step --rounds 1 --batch 2 --length 48 --dtype float32; else bench train_step; fi
+  "${PYTHON:-python3}" -m depthfx skipper check depthfx/data/smollm2_skipper smollm2 --tokens "${TOKENS:-10000}" ${data:+--text "$data"/*} --json "$OUT/check.json" ;;
 *) echo "no part $part: see the head of this file" >&2; exit 2 ;;
 esac
