@@ -51,12 +51,23 @@ def _is_direct(node: fx.Node) -> bool:
 
 def _inline_sizes(gm: fx.GraphModule) -> None:
     """What takes a ``torch.Size`` takes its numbers."""
-    for node in [n for n in gm.graph.nodes if n.target is torch.Size]:
-        numbers = tuple(node.args[0])
+    for node in [n for n in gm.graph.nodes if isinstance(value_of(n), torch.Size)]:
+        numbers = tuple(node.args[0]) if node.target is torch.Size else _numbers(gm, node)
         for user in [u for u in node.users if not _is_part(u)]:
             user.args = map_arg(user.args, lambda n, node=node, numbers=numbers: numbers if n is node else n)
         if not node.users:
             gm.graph.erase_node(node)
+
+
+def _numbers(gm: fx.GraphModule, size: fx.Node) -> tuple[Any, ...]:
+    """The numbers of ``tensor.size()``: those that are open are asked for one by one."""
+    numbers: list[Any] = list(value_of(size))
+    with gm.graph.inserting_after(size):
+        for dim, number in enumerate(numbers):
+            if isinstance(number, torch.SymInt):
+                numbers[dim] = gm.graph.call_function(torch.ops.aten.sym_size.int, (size.args[0], dim))
+                numbers[dim].meta["example_value"] = number
+    return tuple(numbers)
 
 
 def _gather_parts(gm: fx.GraphModule) -> None:

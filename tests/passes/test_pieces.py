@@ -9,11 +9,12 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import cpu_vec_isa
 from torch._inductor.utils import run_and_get_code
+from transformers import OPTConfig
 
 import depthfx
 from depthfx.passes import pipeline
-from tests.families.configs import build
-from tests.families.harness import alone
+from tests.families.configs import VOCABULARY, build, randomised
+from tests.families.harness import alone, prompts
 
 POOL_BLOCKS = 61  # a size that nothing else has
 
@@ -36,8 +37,14 @@ def test_bodies_do_not_grow_with_the_number_of_layers(name):
     assert counts[1] > counts[0] or name == "llama"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
-def test_pieces_yield_tensors_alone(name, monkeypatch):
+def opt():
+    """Its layers fold the rows with a ``torch.Size`` that they unfold them with."""
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 64}
+    return randomised(OPTConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=256))
+
+
+@pytest.mark.parametrize("make", [lambda: build("gpt2"), lambda: build("gpt_neox"), opt], ids=["gpt2", "gpt_neox", "opt"])
+def test_pieces_yield_tensors_alone(make, monkeypatch):
     """A product that is split into queries, keys and values ends a piece of GPT-2, which no compiler takes with a tuple for a result."""
     yields = []
 
@@ -47,14 +54,17 @@ def test_pieces_yield_tensors_alone(name, monkeypatch):
         return piece.forward
 
     monkeypatch.setattr(pipeline, "run_eagerly", look)
-    depthfx.compile(build(name), inductor=False, kv_blocks=4, program_cache=False)
+    model = depthfx.compile(make(), inductor=False, kv_blocks=16, program_cache=False)
+    rows = prompts((9, 21))
+    assert alone(model, rows) == alone(make(), rows)
     assert yields and not {tuple, list, torch.Size} & set(yields)
 
 
 @pytest.mark.slow
-def test_a_family_whose_products_are_split_compiles():
+@pytest.mark.parametrize("make", [lambda: build("gpt2"), opt], ids=["gpt2", "opt"])
+def test_what_is_split_with_tuples_compiles(make):
     row = [[5, 6, 7, 8, 9]]
-    assert alone(depthfx.compile(build("gpt2"), kv_blocks=4), row) == alone(build("gpt2"), row)
+    assert alone(depthfx.compile(make(), kv_blocks=4), row) == alone(make(), row)
 
 
 @pytest.mark.slow
