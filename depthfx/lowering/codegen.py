@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from depthfx.errors import GraphError
+from depthfx.errors import GraphError, UnsupportedModelError
 
 
 def compile_with_inductor(piece: fx.GraphModule, example_inputs: list[Any], fake_mode: Any, rounds: bool = False) -> Callable[..., Any]:
@@ -25,7 +25,15 @@ def compile_with_inductor(piece: fx.GraphModule, example_inputs: list[Any], fake
     patches = {"triton.cudagraphs": False, "reorder_for_locality": False, "fx_graph_cache": True, "emulate_precision_casts": rounds}
     before = _symbols(example_inputs)
     with tracing(TracingContext(fake_mode)), torch.no_grad():
-        compiled = cast("Callable[..., Any]", compile_fx(piece, example_inputs, config_patches=patches))
+        try:
+            compiled = cast("Callable[..., Any]", compile_fx(piece, example_inputs, config_patches=patches))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            first = next(iter(str(error).strip().splitlines()), "no reason")[:300]
+            raise UnsupportedModelError(
+                f"Inductor fails at a part of this model with {type(error).__name__}: {first}; compile with inductor=False to run it without"
+            ) from error
     if _symbols(example_inputs) != before:
         raise GraphError(f"Inductor fixed a number of rows: sizes {before} became {_symbols(example_inputs)}; compile with inductor=False")
     return compiled

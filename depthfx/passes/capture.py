@@ -101,11 +101,11 @@ def _trace(model: PreTrainedModel) -> tuple[fx.GraphModule, list[Any]]:
     with _attention_of(model), torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False):
         try:
             torch.compile(_fresh_forward(model), backend=keep, fullgraph=True)(*inputs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, _StopCaptureError):
-                raise
-        except (torch._dynamo.exc.TorchDynamoException, torch.fx.experimental.symbolic_shapes.ConstraintViolationError) as error:
-            raise UnsupportedModelError(_why(model, str(error))) from error
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # whatever Dynamo, a backend or the model's own code raises
+            if not isinstance(getattr(error, "inner_exception", None), _StopCaptureError):
+                raise UnsupportedModelError(_why(model, error)) from error
     if not captured:
         raise UnsupportedModelError(
             "nothing was captured: torch.compile is switched off here (TORCHDYNAMO_DISABLE, or a stance); switch it on"
@@ -141,12 +141,13 @@ def _check_open(model: PreTrainedModel, gm: fx.GraphModule) -> None:
             )
 
 
-def _why(model: PreTrainedModel, text: str) -> str:
-    """The reason in a Dynamo error: the refusal of our own attention function if that is what it wraps, else its first line."""
+def _why(model: PreTrainedModel, error: Exception) -> str:
+    """The reason in an error of Dynamo: the refusal of our own attention function if that is what it wraps, else its first line."""
+    text = str(error)
     ours = re.search(r"raised exception UnsupportedModelError\((['\"])(.*)\1\)", text)
     if ours:
         return f"{type(model).__name__}: {ours.group(2)}"
-    first = text.strip().splitlines()[0][:300]
+    first = next(iter(text.strip().splitlines()), type(error).__name__)[:300]
     return (
         f"the forward of {type(model).__name__} is not one graph: {first}; "
         "depthfx needs a forward without data-dependent Python (use on_unsupported='eager' to run Hugging Face's own code)"

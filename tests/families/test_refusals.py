@@ -111,6 +111,26 @@ def test_left_to_hugging_face_where_allowed(case):
         raise UnsupportedModelError(line)
 
 
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("torch.compile", "is not one graph: specs differ; "),
+        ("torch._inductor.compile_fx.compile_fx", "Inductor fails at .* AssertionError: specs d"),
+    ],
+)
+def test_any_failure_of_a_compiler_is_a_refusal(place, reason, monkeypatch):
+    def fail(*arguments, **options):
+        raise AssertionError("specs differ\nhere and there")
+
+    monkeypatch.setattr(place, fail)
+    with pytest.raises(UnsupportedModelError, match=reason) as raised:
+        depthfx.compile(build("gpt_neox"), kv_blocks=16, program_cache=False)
+    assert isinstance(raised.value.__cause__, AssertionError)
+    model = depthfx.compile(build("gpt_neox"), kv_blocks=16, program_cache=False, on_unsupported="eager")
+    assert "specs differ" in model.explain()
+    assert torch.equal(model.generate(**BATCH, **GREEDY), build("gpt_neox").generate(**BATCH, **GREEDY))
+
+
 def encoder_decoder():
     torch.manual_seed(0)
     return hf.T5ForConditionalGeneration(
