@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NOT_COMPILED = "every call: the model is not compiled"
+
+# Models of which Hugging Face's own code runs a call in this thread.
+_bypassed: ContextVar[tuple[DepthModel, ...]] = ContextVar("depthfx_bypassed", default=())
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class DepthModel:
         runs Hugging Face's own loop there if the model was compiled with ``on_unsupported="eager"``. ``generator`` (a
         ``torch.Generator``) may be given to seed sampling.
         """
+        if self._bypasses():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
         given = kwargs.get("inputs", args[0] if args else None)
         if given is not None and not isinstance(given, torch.Tensor):
             raise InvalidRequestError(
@@ -106,6 +112,8 @@ class DepthModel:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        if self._bypasses():
+            return super()._sample(*args, **kwargs)  # type: ignore[misc]
         reason = generation.unsupported_call(self, *args, **kwargs)
         if reason is not None:
             return self._without_engine(reason, "_sample", *args, **kwargs)
@@ -119,7 +127,21 @@ class DepthModel:
             "assistant_model or prompt_lookup_num_tokens (assisted decoding)", "_assisted_decoding", *args, **kwargs
         )
 
+    def _bypasses(self) -> bool:
+        """Whether this call was made, in this thread, by Hugging Face's own code while it runs a call of this model without the engine."""
+        return any(model is self for model in _bypassed.get())
+
     def _without_engine(self, option: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's own ``method``, because of ``option``, where the settings allow it."""
+        if not self._bypasses():
+            self._allow_hugging_face(option)
+        token = _bypassed.set((*_bypassed.get(), self))
+        try:
+            return getattr(super(), method)(*args, **kwargs)
+        finally:
+            _bypassed.reset(token)
+
+    def _allow_hugging_face(self, option: str) -> None:
         if self._depthfx.settings.on_unsupported == "raise":
             raise UnsupportedOptionError(
                 f"generate: {option} is not supported by the depthfx engine; leave it out, or compile with on_unsupported='eager' "
@@ -134,11 +156,6 @@ class DepthModel:
         self._warn_of_full_precision(option)
         if self._depthfx.engine is not None:
             self._depthfx.engine.restore()  # it reads whole weights
-        hugging_face = next(c for c in type(self).__mro__ if c is not type(self) and not issubclass(c, DepthModel) and hasattr(c, method))
-        if method.startswith("_"):
-            return getattr(hugging_face, method)(self, *args, **kwargs)
-        with _own_class(self, hugging_face):
-            return getattr(hugging_face, method)(self, *args, **kwargs)
 
     def _warn_of_full_precision(self, option: str) -> None:
         """Say that Hugging Face's code reads whole weights, where the engine would not."""
@@ -154,7 +171,7 @@ class DepthModel:
 
         Returns request id (``req_0``, ...) to ``GenerationOutput``; a request that fails carries its error there.
         """
-        if self._depthfx.engine is None:
+        if self._bypasses() or self._depthfx.engine is None:
             return self._without_engine(NOT_COMPILED, "generate_batch", inputs, generation_config, **kwargs)
         self._depthfx.follow_weights(self)  # type: ignore[arg-type]
         return generation.generate_batch(self, inputs, generation_config, **kwargs)
@@ -196,19 +213,6 @@ class DepthModel:
             f"a compiled model stays on {probe.device} in {probe.dtype}; it cannot go to {moved.device} in {moved.dtype}: "
             "move or cast the model before depthfx.compile"
         )
-
-
-class _own_class:
-    """Run with the model's original class, so that Hugging Face's ``generate`` finds its own decoding methods."""
-
-    def __init__(self, model: Any, cls: type) -> None:
-        self.model, self.cls, self.depth_class = model, cls, type(model)
-
-    def __enter__(self) -> None:
-        self.model.__class__ = self.cls
-
-    def __exit__(self, *error: object) -> None:
-        self.model.__class__ = self.depth_class
 
 
 def as_depth_model(model: PreTrainedModel, compiled: Compiled) -> Any:

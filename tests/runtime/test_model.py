@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    StoppingCriteria,
     TextIteratorStreamer,
     TextStreamer,
     pipeline,
@@ -257,6 +258,38 @@ def test_unsupported_options(option):
     assert sum(option in line for line in text.splitlines()) == 1, "listed once, however often it is called"
     with pytest.raises(UnsupportedOptionError, match="generator is not supported with"):
         permissive().generate(**UNSUPPORTED[option](reference()), **GREEDY, generator=torch.Generator())
+
+
+class Pause(StoppingCriteria):
+    """Holds Hugging Face's loop up in the middle of a call until ``go_on`` is set."""
+
+    def __init__(self):
+        self.reached, self.go_on = Event(), Event()
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def test_hugging_faces_loop_in_one_thread_leaves_the_engine_to_others():
+    model, pause, found = permissive(), Pause(), []
+    options = {"inputs_embeds": model.get_input_embeddings()(IDS).detach(), "stopping_criteria": [pause], **GREEDY}
+    thread = Thread(target=lambda: found.append(model.generate(**options)))
+    thread.start()
+    try:
+        assert pause.reached.wait(60)
+        before = model.engine.stats().num_steps
+        assert torch.equal(model.generate(**BATCH, **GREEDY), reference().generate(**BATCH, **GREEDY))
+        assert model.engine.stats().num_steps > before, "the other thread's loop ran this call"
+        with pytest.raises(UnsupportedOptionError, match="generator is not supported with"):
+            model.generate(IDS, num_beams=2, generator=torch.Generator(), **GREEDY)
+        num_steps = model.engine.stats().num_steps
+    finally:
+        pause.go_on.set()
+        thread.join()
+    assert torch.equal(found[0], reference().generate(IDS, **GREEDY)[:, IDS.shape[1] :])
+    assert model.engine.stats().num_steps == num_steps, "the engine ran what was not its own"
 
 
 @pytest.mark.slow
