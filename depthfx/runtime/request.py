@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["eos", "length", "stop", "abort", "error"]
 
-# Looks at the ids generated so far (read-only) and says whether the request ends.
+# Looks at the ids generated so far, in a list of its own, and says whether the request ends.
 StopCheck = Callable[[list[int]], bool]
 
 
@@ -54,7 +54,8 @@ class Request:
     __slots__ = (
         "added_s", "arrival", "auto", "error", "finish_reason", "fresh", "full", "holds_blocks", "keep_content", "last_step", "max_new_tokens",
         "may_route", "num_backed", "num_computed", "num_pending", "num_planned", "num_prompt", "num_uniform", "number", "output_ids", "prefilling",
-        "promoted_at", "request_id", "routed", "salt", "sample_row", "sampling", "settled", "state", "status", "stop_check", "table_row", "token_ids",
+        "promoted_at", "request_id", "routed", "salt", "sample_row", "sampling", "settled", "shown_ids", "state", "status", "stop_check", "table_row",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +79,7 @@ class Request:
         self.full = sampling.min_precision == "full"
         self.token_ids = list(prompt_token_ids)  # prompt and output
         self.output_ids: list[int] = []
+        self.shown_ids: list[int] = []  # the copy for ``stop_check``, which may spoil it
         self.num_prompt = len(self.token_ids)
         self.sampling = sampling
         self.stop_check = stop_check
@@ -138,8 +140,10 @@ class Request:
         """Whether the last token ended the request, and how. An error raised by ``stop_check`` comes through."""
         if self.output_ids[-1] in self.sampling.eos_token_ids:
             return "eos"
-        if self.stop_check is not None and self.stop_check(self.output_ids):
-            return "stop"
+        if self.stop_check is not None:
+            self.shown_ids.append(self.output_ids[-1])
+            if self.stop_check(self.shown_ids):
+                return "stop"
         return "length" if len(self.output_ids) >= self.max_new_tokens else None
 
 

@@ -32,6 +32,31 @@ def test_a_stop_check_that_raises_ends_its_own_request_alone(lookahead, fault):
     assert engine.stats().kv.num_held == 0
 
 
+@BOTH
+@pytest.mark.parametrize("spoil", [lambda ids: ids.clear(), lambda ids: ids.extend([1] * 40), lambda ids: ids.pop()])
+def test_a_stop_check_that_writes_into_its_ids_spoils_nobodys(lookahead, spoil):
+    engine, _ = build(lookahead)
+    bad = engine.add([4, 5], params(20), stop_check=lambda ids: bool(spoil(ids)) and False)
+    other = engine.add([6, 7, 8], params(30))
+    outputs = collect(engine)
+    assert list(outputs[bad].new_token_ids) == continuation([4, 5], 20, VOCAB) and outputs[bad].finish_reason == "length"
+    assert list(outputs[other].new_token_ids) == continuation([6, 7, 8], 30, VOCAB)
+    assert engine.stats().kv.num_held == 0
+
+
+def test_a_stop_check_sees_every_id_once_also_after_a_preemption():
+    engine, _ = build(num_blocks=10)
+    seen = {prompt: [] for prompt in range(4)}
+    names = [
+        engine.add([p, p + 1], params(20), stop_check=lambda ids, p=p: bool(seen[p].append(list(ids))) and False) for p in range(len(seen))
+    ]
+    outputs = collect(engine)
+    assert engine.stats().num_preemptions > 0
+    for p, name in enumerate(names):
+        tokens = continuation([p, p + 1], 20, VOCAB)
+        assert list(outputs[name].new_token_ids) == tokens and seen[p] == [tokens[: n + 1] for n in range(20)]
+
+
 def test_an_interrupted_stop_check_comes_through_and_the_others_go_on():
     engine, _ = build()
 
