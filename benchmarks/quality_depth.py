@@ -1,8 +1,8 @@
 """What skipping costs in quality: a skipper in plain PyTorch and as it is served, its thresholds, and skipping that nobody learned.
 
 Used by ``quality.py --skipper``. The curve is over thresholds of the one skipper that is measured: another penalty would be another
-training, of another skipper, and a threshold moves a trained one along quality against work. Shares of work count the products with weights of all layers, router and adapter included, attention's own
-products and the LM head left out.
+training, of another skipper, and a threshold moves a trained one along quality against work. Shares of work count the products with weights
+of all layers, router and adapter included, attention's own products and the LM head left out.
 """
 
 from __future__ import annotations
