@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from depthfx.errors import InvalidRequestError
 from depthfx.records import SamplingParams
 from depthfx.runtime.request import RequestOutput, StopCheck
 
@@ -16,7 +18,10 @@ Asked = tuple[Iterable[int], SamplingParams | None, StopCheck | None]
 
 
 class Collection:
-    """Iterator over ``(number, output)`` of a group's requests; as a context manager it aborts what is left at the end."""
+    """Iterator over ``(number, output)`` of a group's requests; as a context manager it aborts what is left at the end.
+
+    A request that somebody else ended, by `Engine.abort` or `Engine.close`, has its output's ``error`` set: what it has is not the answer.
+    """
 
     def __init__(self, engine: Engine, requests: Iterable[Asked]) -> None:
         self._engine = engine
@@ -48,14 +53,21 @@ class Collection:
                 continue  # came out before the caller aborted it
             if output.finished:
                 self._open.discard(output.request_id)
+            if output.finish_reason == "abort":
+                output = replace(output, error=self._ended_by_others(output.request_id))
             return self._numbers[output.request_id], output
         self.close()
         raise StopIteration
 
     def push(self, number: int, token: int) -> RequestOutput:
-        """Give request ``number``, which waits with its logits, its next token."""
+        """Give request ``number``, which waits with its logits, its next token. Raises as :meth:`Engine.push_token`."""
         request_id = self._id_of(number)
-        output = self._engine.push_token(request_id, token)
+        try:
+            output = self._engine.push_token(request_id, token)
+        except InvalidRequestError:
+            if any(o.request_id == request_id and o.finish_reason == "abort" for o in list(self._mailbox)):
+                raise self._ended_by_others(request_id) from None
+            raise
         if output.finished:
             self._open.discard(request_id)
         return output
@@ -71,6 +83,13 @@ class Collection:
         for request_id in self._numbers:
             self._engine._close_mailbox(request_id)
         self._open.clear()
+
+    def _ended_by_others(self, request_id: str) -> InvalidRequestError:
+        who = "the engine was closed" if self._engine.closed else "engine.abort was called for it"
+        return InvalidRequestError(
+            f"request {request_id!r} (row {self._numbers[request_id]} of this call) was ended before its answer was complete: {who}; ask again"
+            + (" after loading and compiling the model again" if self._engine.closed else "")
+        )
 
     def _id_of(self, number: int) -> str:
         return self._ids[number]

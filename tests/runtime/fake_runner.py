@@ -64,6 +64,9 @@ class FakeRunner:
         self.num_waits += 1
         return result
 
+    def release(self) -> None:
+        """There is no memory to give back."""
+
     def _run(self, plan: StepPlan) -> StepResult:
         self._check_shape(plan)
         self._move(plan)

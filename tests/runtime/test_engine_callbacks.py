@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from depthfx.errors import InvalidRequestError
@@ -114,3 +116,30 @@ def test_given_ids_do_not_clash_with_made_ones():
     assert engine.add([1, 2], params(4)) == "request-2"
     assert list(stream) == continuation([1, 2], 4, VOCAB)
     assert all(o.finish_reason == "length" for o in collect(engine).values())
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+@pytest.mark.parametrize("external", [False, True], ids=["engine's tokens", "pushed tokens"])
+def test_a_group_is_told_that_others_ended_its_request(external, how):
+    engine, _ = build()
+    with engine.collect([([4, 5], params(6, external=external), None), ([6, 7, 8], params(6, external=external), None)]) as rows:
+        assert {next(rows)[0], next(rows)[0]} == {0, 1}
+        rows.abort(1)  # its own doing, of which it is told nothing
+        engine.abort("request-0") if how == "abort" else engine.close()
+        why = "request 'request-0' .row 0 of this call.*" + ("engine.abort was called" if how == "abort" else "the engine was closed")
+        if external:
+            with pytest.raises(InvalidRequestError, match=why):
+                rows.push(0, 3)
+        ((number, output),) = list(rows)
+        assert (number, output.finished, output.finish_reason) == (0, True, "abort")
+        assert isinstance(output.error, InvalidRequestError) and re.search(why, str(output.error))
+    assert not engine.has_unfinished()
+
+
+def test_a_token_that_is_pushed_twice_is_still_told_as_such():
+    engine, _ = build()
+    with engine.collect([([4, 5], params(6, external=True), None)]) as rows:
+        next(rows)
+        rows.push(0, 3)
+        with pytest.raises(InvalidRequestError, match="push a token once"):
+            rows.push(0, 3)

@@ -13,6 +13,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.streamers import BaseStreamer
 
 import depthfx
+from depthfx.errors import InvalidRequestError
 from tests.families.configs import build
 from tests.families.harness import left_padded, prompts
 
@@ -319,3 +320,36 @@ def test_a_full_context_is_said():
         rows = out.sequences if options else out
         assert rows[0].tolist() == expected[0, :20].tolist() + [0] * 11
         assert torch.equal(rows[2], expected[2])
+
+
+class Call(StoppingCriteria, BaseStreamer):
+    """As a streamer (the engine's pace) or a criterion (in lockstep): calls ``act`` once three tokens have come."""
+
+    def __init__(self, act):
+        self.act, self.seen = act, 0
+
+    def put(self, value):
+        self.seen += 1
+        if self.seen == 4:  # the prompt comes first
+            self.act()
+
+    def end(self):
+        pass
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen += 1
+        if self.seen == 3:
+            self.act()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+@pytest.mark.parametrize("place", ["streamer", "stopping_criteria"])
+def test_an_answer_that_others_cut_short_is_no_answer(place, how):
+    model = compiled() if how == "abort" else depthfx.compile(build("llama"), inductor=False, kv_blocks=64, max_batch_size=8)
+    engine = model.engine
+    call = Call(engine.close if how == "close" else lambda: engine.abort(engine._scheduler.unfinished()[0]))
+    why = "engine was closed" if how == "close" else r"request 'request-\d+' .row 0.*engine.abort"
+    with pytest.raises(InvalidRequestError, match=why):
+        model.generate(**ONE, max_new_tokens=12, do_sample=False, **NONE, **{place: call if place == "streamer" else [call]})
+    assert not engine.has_unfinished()
