@@ -72,17 +72,18 @@ def compile(
     report = CompileReport()
     _check_model(model)
     model.eval()
+    device = next(model.parameters()).device
     try:
         _check_architecture(model)
         _check_weights(model, resolved)
-        with _on_default_stream(next(model.parameters()).device):
-            engine, watch, kv_block_bytes = _build_engine(model, resolved, report, _usable(skipper, model, resolved))
-            compiled = Compiled(engine, watch, report, resolved, kv_block_bytes)
+        with torch.autocast(device.type, enabled=False), _on_default_stream(device):  # the caller's would be compiled in for good
+            engine, kv_block_bytes = _build_engine(model, resolved, report, _usable(skipper, model, resolved))
+            compiled = Compiled(engine, report, resolved, kv_block_bytes)
     except UnsupportedModelError as error:
         if resolved.on_unsupported == "raise":
             raise
         report.add("not compiled, generation runs in Hugging Face's own code", str(error))
-        compiled = Compiled(None, None, report, resolved)
+        compiled = Compiled(None, report, resolved)
     return as_depth_model(model, compiled)
 
 
@@ -117,6 +118,8 @@ def _usable(skipper: Skipper | str | Path | None, model: PreTrainedModel, settin
         raise SettingError("a skipper needs weights='16bit' or 'nested'; weights='fp8' serves dense steps only: leave one of them out")
     if isinstance(skipper, (str, Path)):
         skipper = load_skipper(skipper, model)
+    if not isinstance(skipper, Skipper):
+        raise SkipperError(f"skipper is {skipper!r} of type {type(skipper).__name__}; give a depthfx Skipper or the path of its checkpoint")
     config, weight = model.config.get_text_config(), next(model.parameters())
     skipper = skipper.to(weight.device).eval()  # its dtype is its own affair: a router may well compute in float32
     others = {p.dtype for p in skipper.parameters()} - {weight.dtype}
@@ -132,9 +135,7 @@ def _usable(skipper: Skipper | str | Path | None, model: PreTrainedModel, settin
     return skipper
 
 
-def _build_engine(
-    model: PreTrainedModel, settings: Settings, report: CompileReport, skipper: Skipper | None
-) -> tuple[Engine, WeightWatch, int]:
+def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport, skipper: Skipper | None) -> tuple[Engine, int]:
     """Everything behind the model; also the bytes of one KV block."""
     reclaim()  # what engines that are gone have left
     device = next(model.parameters()).device
@@ -205,7 +206,7 @@ def _report_portable(settings: Settings, device: torch.device, report: CompileRe
 def _assemble(
     model: PreTrainedModel, program: Program, limits: Limits, num_blocks: int, buckets: tuple[int, ...], prompts: tuple[StepForm, ...],
     settings: Settings, report: CompileReport, shared: SharedMemory | None, skipper: Skipper | None,
-) -> tuple[Engine, WeightWatch, int]:  # fmt: skip
+) -> tuple[Engine, int]:  # fmt: skip
     device, region = next(model.parameters()).device, None
     if shared is not None:
         num_blocks, region = shared.layout.num_blocks, SharedRegion(shared.layout)
@@ -243,7 +244,8 @@ def _assemble(
     if shared is not None:
         close_with(engine, shared.resources)
     refills = [p.refill_tables for p in (program, program.routed) if p is not None]
-    return engine, WeightWatch(model, [*refills, engine.weights_changed], skipper), program.kv_shape.block_bytes
+    engine.watch = WeightWatch(model, refills, skipper)
+    return engine, program.kv_shape.block_bytes
 
 
 def _costs_key(model: PreTrainedModel, settings: Settings, target: str, skipper: Skipper | None) -> str:

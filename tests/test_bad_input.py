@@ -17,6 +17,7 @@ from depthfx.errors import (
     NonFiniteLogitsError,
     RequestTooLargeError,
     SettingError,
+    SkipperError,
     UnsupportedModelError,
 )
 from depthfx.lowering.load_model import convert, load_nested
@@ -219,6 +220,12 @@ def test_compiling_twice():
         depthfx.compile(model, inductor=False, memory_budget_gib=1e-4)
     retried = depthfx.compile(model, inductor=False, kv_blocks=16)  # a refused attempt leaves a model that can be compiled
     assert alone(retried, [[5, 6]]) == alone(build("llama"), [[5, 6]])
+
+
+@pytest.mark.parametrize("given", [5, torch.nn.Identity(), ["router"]], ids=str)
+def test_a_skipper_is_a_skipper(given):
+    with pytest.raises(SkipperError, match=r"skipper is .*give a depthfx Skipper or the path"):
+        fresh(skipper=given)
 
 
 @pytest.mark.parametrize("given", ["What is the capital of France?", [1, 2, 3], {"input_ids": [1]}])

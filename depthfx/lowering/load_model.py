@@ -145,7 +145,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None) -> Any:
         dtype = dtype or config.dtype or next(iter_dtypes(folder))
         if dtype not in DTYPES:
             raise CheckpointError(f"dtype {dtype} of {folder}: weights read as one of {', '.join(map(str, DTYPES))}; give dtype=")
-        with init_empty_weights(include_buffers=False):
+        with torch.device("cpu"), init_empty_weights(include_buffers=False):  # not where the caller has tensors made
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -135,6 +135,15 @@ def test_autocast_of_the_caller_is_left_aside(options):
         assert torch.equal(compiled().generate(**BATCH, **options), expected)
 
 
+def test_modes_of_the_caller_are_not_compiled_in():
+    expected = reference().generate(**BATCH, max_new_tokens=9, do_sample=False, **NONE)
+    for mode in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.enable_grad()):
+        model = build("llama")
+        with mode:
+            fresh = depthfx.compile(model, inductor=False, kv_blocks=64, max_batch_size=8, program_cache=False)
+        assert torch.equal(fresh.generate(**BATCH, max_new_tokens=9, do_sample=False, **NONE), expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}, {"do_sample": True, "top_k": 1}], ids=str)
 def test_the_default_device_is_not_where_host_tensors_go(options):
     options = {"max_new_tokens": 5, "do_sample": False, **NONE, **options}
