@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +61,12 @@ PROMPTS = {
     "bool": ([1, True], "True"),
     "negative": ([1, -1], r"-1.*0"),
     "too high": ([1, VOCABULARY], rf"token 1 of the prompt is {VOCABULARY}; ids must be in \[0, {VOCABULARY}\)"),
+    "nothing": (None, "the prompt is of type NoneType; it must be a list of token ids"),
+    "one number": (5, "the prompt is of type int"),
+    "bytes": (b"abc", "the prompt is of type bytes"),
+    "one text": ("abc", "'a' of type str"),
+    "a tensor of truth values": (torch.tensor([True, False]), r"tensor\(True\)"),
+    "a tensor of rows": (torch.tensor([[1, 2], [3, 4]]), r"tensor\(\[1, 2\]\).*one flat list for each request"),
 }
 
 
@@ -237,3 +245,43 @@ def test_generate_takes_a_tensor_of_ids(given):
 def test_sampling_is_an_object():
     with pytest.raises(InvalidRequestError, match=r"sampling is a dict; give depthfx.SamplingParams"):
         compiled().engine.add([1, 2], {"max_new_tokens": 3})
+
+
+WRONG = {
+    "max_new_tokens": ("3", 1.5, None, True, torch.tensor(1.5), 0),
+    "min_new_tokens": (None, 0.5, -1),
+    "temperature": ("0.5", None, True, 1j, float("nan"), -1, torch.ones(2)),
+    "top_k": (2.5, "2", -1),
+    "top_p": (None, "1", 0.0, False),
+    "min_p": (None, 1.5),
+    "repetition_penalty": (None, 0),
+    "seed": (None, 1.5, 1 << 63),
+    "eos_token_ids": (5, None, "5", b"5", (1.5,), (None,), torch.tensor(5)),
+    "depth": (5, "all", ("dense",)),
+    "min_precision": (None, "half"),
+    "external": (None, 1),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values], ids=str)
+def test_values_of_sampling(name, value):
+    with pytest.raises(InvalidRequestError, match=rf"sampling parameter {name}={re.escape(repr(value))} must be .*; change it in"):
+        compiled().engine.add([1, 2], SamplingParams(**{name: value}))
+    assert not compiled().engine.has_unfinished()
+
+
+def test_numbers_of_other_libraries_are_welcome():
+    plain = {"max_new_tokens": 4, "temperature": 0.75, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "seed": 3, "eos_token_ids": (7, 130)}
+    (expected,) = compiled().engine.run([([5, 6, 7], SamplingParams(**plain))]).values()
+    for make in (np.asarray, torch.tensor):
+        other = {name: [*map(make, v)] if name == "eos_token_ids" else make(v)[()] for name, v in plain.items()}
+        for prompt in (make([5, 6, 7]), [*make([5, 6, 7])]):
+            (found,) = compiled().engine.run([(prompt, SamplingParams(**other))]).values()
+            assert found.new_token_ids == expected.new_token_ids and found.error is None
+
+
+@pytest.mark.parametrize("given", [{"request_id": v} for v in (5, [1], b"a", "a\ud800")] + [{"stop_check": 5}], ids=str)
+def test_names_are_text_and_checks_are_functions(given):
+    with pytest.raises(InvalidRequestError, match=r"request_id=.* must be text|stop_check=5 must be a function"):
+        compiled().engine.add([1, 2], **given)
+    assert not compiled().engine.has_unfinished()

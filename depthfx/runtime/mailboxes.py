@@ -15,8 +15,8 @@ class Mailboxes:
         self.abandoned: deque[str] = deque()  # streams that were dropped; appended to without the lock
         self._boxes: dict[str, deque[RequestOutput]] = {}
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._boxes
+    def __contains__(self, request_id: object) -> bool:
+        return isinstance(request_id, str) and request_id in self._boxes
 
     def __getitem__(self, request_id: str) -> deque[RequestOutput]:
         return self._boxes[request_id]

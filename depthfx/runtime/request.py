@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, get_args
@@ -69,6 +69,7 @@ class Request:
         added_s: float | None = None,
     ) -> None:
         """``added_s``: when, by ``time.monotonic``; None: now."""
+        check_names(request_id, stop_check)
         self.request_id = request_id
         self.number = zlib.crc32(request_id.encode()) & 0x7FFFFFFF
         self.auto = depth[0] == "auto", depth[1] == "auto"  # whether the depth of prompt and answer is left open
@@ -187,9 +188,23 @@ def check_limits(max_batch_size: int, max_batch_tokens: int, max_chunk_tokens: i
         )
 
 
+def check_names(request_id: object, stop_check: object) -> None:
+    """Raises :class:`InvalidRequestError` for a request id that is no text, or a stop_check that cannot be called."""
+    if not isinstance(request_id, str) or any("\ud800" <= c <= "\udfff" for c in request_id):
+        raise InvalidRequestError(f"request_id={request_id!r} must be text that UTF-8 can hold, or None for an id of the engine's own")
+    if stop_check is not None and not callable(stop_check):
+        raise InvalidRequestError(f"stop_check={stop_check!r} must be a function of the ids generated so far, or None: leave it out")
+
+
 def check_prompt(prompt_token_ids: Iterable[int], vocab_size: int) -> list[int]:
     """The prompt as a list of ints in [0, vocab_size); anything else raises :class:`InvalidRequestError`."""
-    token_ids = list(prompt_token_ids)
+    try:
+        if isinstance(prompt_token_ids, (bytes, bytearray)):
+            raise TypeError
+        token_ids = list(prompt_token_ids)
+    except TypeError:
+        kind = type(prompt_token_ids).__name__
+        raise InvalidRequestError(f"the prompt is of type {kind}; it must be a list of token ids: tokenize the text first") from None
     if token_ids and all(type(token) is int for token in token_ids) and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return token_ids
     token_ids = [check_token(token, vocab_size, place) for place, token in enumerate(token_ids)]
@@ -201,23 +216,32 @@ def check_prompt(prompt_token_ids: Iterable[int], vocab_size: int) -> list[int]:
 def check_token(token: object, vocab_size: int, place: int | None = None) -> int:
     """``token`` as an int in [0, vocab_size); anything else raises :class:`InvalidRequestError`."""
     where = "token" if place is None else f"token {place} of the prompt"
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise InvalidRequestError(f"{where} is {token!r} of type {type(token).__name__}; ids must be integers: tokenize the text first")
-    try:
-        value = operator.index(token)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidRequestError(f"{where} is {token!r}; token ids must be integers: hand in one flat list for each request") from None
+    value = _whole(token)
+    if value is None:
+        raise InvalidRequestError(
+            f"{where} is {token!r} of type {type(token).__name__}; ids must be integers, in one flat list for each request: tokenize the text first"
+        )
     if not 0 <= value < vocab_size:
         raise InvalidRequestError(f"{where} is {value}; ids must be in [0, {vocab_size}), the vocabulary: use the model's tokenizer")
     return value
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises :class:`InvalidRequestError` if a value of ``sampling`` is out of its range."""
+    """Raises :class:`InvalidRequestError` if a value of ``sampling`` has another type or is out of its range."""
     if not isinstance(sampling, SamplingParams):
         raise InvalidRequestError(f"sampling is a {type(sampling).__name__}; give depthfx.SamplingParams(...)")
     s = sampling
-    rules = (
+    whole = (("max_new_tokens", s.max_new_tokens), ("min_new_tokens", s.min_new_tokens), ("top_k", s.top_k), ("seed", s.seed))
+    reals = (("temperature", s.temperature), ("top_p", s.top_p), ("min_p", s.min_p), ("repetition_penalty", s.repetition_penalty))
+    name: str
+    value: object
+    for name, value in whole:
+        if type(value) is not int and _whole(value) is None:
+            raise _refused(name, value, "a whole number")
+    for name, value in reals:
+        if type(value) is not float and type(value) is not int and not _is_real(value):
+            raise _refused(name, value, "a number")
+    for name, value, fits, allowed in (
         ("max_new_tokens", s.max_new_tokens, s.max_new_tokens >= 1, "at least 1"),
         ("min_new_tokens", s.min_new_tokens, s.min_new_tokens >= 0, "at least 0"),
         ("temperature", s.temperature, 0.0 <= s.temperature < float("inf"), "at least 0 (0 is greedy) and finite"),
@@ -225,15 +249,14 @@ def check_sampling(sampling: SamplingParams) -> None:
         ("top_p", s.top_p, 0.0 < s.top_p <= 1.0, "above 0 and at most 1 (1 is off)"),
         ("min_p", s.min_p, 0.0 <= s.min_p <= 1.0, "between 0 (off) and 1"),
         ("repetition_penalty", s.repetition_penalty, 0.0 < s.repetition_penalty < float("inf"), "above 0 (1 is off) and finite"),
-        ("seed", s.seed, -(1 << 63) <= s.seed < 1 << 63, "a 64-bit signed integer"),
-    )
-    for name, value, fits, allowed in (
-        *rules,
+        ("seed", s.seed, -(1 << 63) <= int(s.seed) < 1 << 63, "a 64-bit signed integer"),
+        ("eos_token_ids", s.eos_token_ids, _are_ids(s.eos_token_ids), "a tuple of token ids; () for none"),
         ("depth", s.depth, _is_depth(s.depth), "'auto', 'dense', 'routed', or a pair of these for prompt and answer"),
         ("min_precision", s.min_precision, s.min_precision in get_args(MinPrecision), "'fast' (whatever the load allows) or 'full'"),
+        ("external", s.external, isinstance(s.external, bool), "True or False"),
     ):
         if not fits:
-            raise InvalidRequestError(f"sampling parameter {name}={value!r} must be {allowed}; change it in the request's SamplingParams")
+            raise _refused(name, value, allowed)
 
 
 def check_streamable(sampling: SamplingParams | None) -> None:
@@ -272,6 +295,40 @@ def never_full(request: Request, why: str) -> RestoreError:
         f"request {request.request_id!r} asks for min_precision='full', but {why}; ask again later, or without min_precision: "
         "such requests are served in fast precision meanwhile"
     )
+
+
+def _refused(name: str, value: object, allowed: str) -> InvalidRequestError:
+    return InvalidRequestError(f"sampling parameter {name}={value!r} must be {allowed}; change it in the request's SamplingParams")
+
+
+def _whole(value: object) -> int | None:
+    """``value`` as an int, also NumPy's and one in a tensor; None for anything else, and for truth values."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return None
+
+
+def _is_real(value: object) -> bool:
+    """Whether ``value`` is one number, also NumPy's and one in a tensor; text and truth values are none."""
+    if isinstance(value, (bool, str, bytes)) or "bool" in str(getattr(value, "dtype", "")):
+        return False
+    try:
+        float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _are_ids(ids: object) -> bool:
+    try:
+        return not isinstance(ids, (str, bytes)) and isinstance(ids, Collection) and all(_whole(token) is not None for token in ids)
+    except TypeError:  # a tensor that holds one number
+        return False
 
 
 def _is_depth(depth: object) -> bool:
