@@ -77,13 +77,13 @@ def compile(
         _check_architecture(model)
         _check_weights(model, resolved)
         with torch.autocast(device.type, enabled=False), _on_default_stream(device):  # the caller's would be compiled in for good
-            engine, watch, kv_block_bytes = _build_engine(model, resolved, report, _usable(skipper, model, resolved))
-            compiled = Compiled(engine, watch, report, resolved, kv_block_bytes)
+            engine, kv_block_bytes = _build_engine(model, resolved, report, _usable(skipper, model, resolved))
+            compiled = Compiled(engine, report, resolved, kv_block_bytes)
     except UnsupportedModelError as error:
         if resolved.on_unsupported == "raise":
             raise
         report.add("not compiled, generation runs in Hugging Face's own code", str(error))
-        compiled = Compiled(None, None, report, resolved)
+        compiled = Compiled(None, report, resolved)
     return as_depth_model(model, compiled)
 
 
@@ -135,9 +135,7 @@ def _usable(skipper: Skipper | str | Path | None, model: PreTrainedModel, settin
     return skipper
 
 
-def _build_engine(
-    model: PreTrainedModel, settings: Settings, report: CompileReport, skipper: Skipper | None
-) -> tuple[Engine, WeightWatch, int]:
+def _build_engine(model: PreTrainedModel, settings: Settings, report: CompileReport, skipper: Skipper | None) -> tuple[Engine, int]:
     """Everything behind the model; also the bytes of one KV block."""
     reclaim()  # what engines that are gone have left
     device = next(model.parameters()).device
@@ -208,7 +206,7 @@ def _report_portable(settings: Settings, device: torch.device, report: CompileRe
 def _assemble(
     model: PreTrainedModel, program: Program, limits: Limits, num_blocks: int, buckets: tuple[int, ...], prompts: tuple[StepForm, ...],
     settings: Settings, report: CompileReport, shared: SharedMemory | None, skipper: Skipper | None,
-) -> tuple[Engine, WeightWatch, int]:  # fmt: skip
+) -> tuple[Engine, int]:  # fmt: skip
     device, region = next(model.parameters()).device, None
     if shared is not None:
         num_blocks, region = shared.layout.num_blocks, SharedRegion(shared.layout)
@@ -246,7 +244,8 @@ def _assemble(
     if shared is not None:
         close_with(engine, shared.resources)
     refills = [p.refill_tables for p in (program, program.routed) if p is not None]
-    return engine, WeightWatch(model, [*refills, engine.weights_changed], skipper), program.kv_shape.block_bytes
+    engine.watch = WeightWatch(model, refills, skipper)
+    return engine, program.kv_shape.block_bytes
 
 
 def _costs_key(model: PreTrainedModel, settings: Settings, target: str, skipper: Skipper | None) -> str:

@@ -29,6 +29,7 @@ class Collection:
         self._ids: dict[int, str] = {}
         self._open: set[str] = set()
         self._mailbox: deque[RequestOutput] = deque()  # shared by all requests of the group
+        engine.follow_weights()  # once for the group
         try:
             for number, (prompt, sampling, stop_check) in enumerate(requests):
                 self.add(number, prompt, sampling, stop_check)

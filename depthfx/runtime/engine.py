@@ -12,7 +12,7 @@ from depthfx.records import SamplingParams, StepResult
 from depthfx.runtime.collect import Asked, Collection
 from depthfx.runtime.mailboxes import Mailboxes
 from depthfx.runtime.metrics import EngineStats, StepClock, StepCounts
-from depthfx.runtime.parts import RUNNER_FAULTS, Flight, MemoryControl, StepRunner
+from depthfx.runtime.parts import RUNNER_FAULTS, Booking, Flight, MemoryControl, StepRunner
 from depthfx.runtime.precision import Modes, changed, named
 from depthfx.runtime.request import (
     Request,
@@ -29,6 +29,7 @@ from depthfx.runtime.routes import RouteLog, depth_parts
 from depthfx.runtime.scheduler import Scheduler
 from depthfx.runtime.stream import TokenStream
 from depthfx.runtime.timeline import MemorySample, Timeline
+from depthfx.runtime.weight_watch import WeightWatch
 
 _RESTORE_SECONDS = 0.05  # of one wait for residuals, without which nothing can run
 
@@ -53,11 +54,12 @@ class Engine:
         self._check = check
         self._state = threading.Condition()  # guards everything below; never held while waiting for the device
         self._driving = False
-        self._booking = False  # a stop_check may be running, in the thread that holds the lock
+        self._booking = Booking()
         self._flights: deque[Flight] = deque()
         self._mail = Mailboxes()
         self._next_id = 0
         self.never_full = ""  # why no request can have full precision, if none can; settable
+        self.watch: WeightWatch | None = None  # over the model whose weights are computed with; settable
         self.closed = False  # to read: whether `close` was called
         self._released = False
         self._num_faults = 0  # failed steps since the last good one
@@ -78,6 +80,7 @@ class Engine:
         with that error. It may add requests, but not abort or read any. Raises :class:`InvalidRequestError` or
         :class:`RequestTooLargeError`; then nothing was queued.
         """
+        self.follow_weights()
         return self._add(prompt_token_ids, sampling, request_id, stop_check, None)
 
     def step(self) -> list[RequestOutput]:
@@ -105,6 +108,7 @@ class Engine:
         Several streams may be read in turn or from several threads. Raises as :meth:`add`.
         """
         check_streamable(sampling)
+        self.follow_weights()
         return TokenStream(self, self._add(prompt_token_ids, sampling, request_id, stop_check, deque()))
 
     def run(self, requests: Iterable[tuple[Iterable[int], SamplingParams | None]]) -> dict[str, RequestOutput]:
@@ -124,7 +128,7 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Ends a request wherever it stands; False if there is no such unfinished request. It gets a last output."""
         with self._state:
-            self._refuse_while_booking("abort")
+            self._booking.refuse("abort")
             output = self._scheduler.abort(request_id)
             if output is not None:
                 self._deliver([output])
@@ -137,16 +141,25 @@ class Engine:
         Raises :class:`InvalidRequestError` if the request is not parked or the id is outside the vocabulary.
         """
         value = check_token(token, self.vocab_size)
-        with self._state, self._booked():
+        with self._state, self._booking:
             output = self._scheduler.push_token(request_id, value)
             self._counts.num_tokens += 1
             self._tidy_memory()
             self._state.notify_all()
             return output
 
-    def forget_prefixes(self) -> None:
-        """Computes every prompt anew from here on: for weights that were changed through ``.data``, which nothing notices."""
+    def follow_weights(self) -> None:
+        """Calls :meth:`weights_changed` if weights were changed in place since the last time; whoever adds requests does so first. Raises
+        :class:`UnsupportedOptionError` if the model was changed in another way, see :class:`WeightWatch`. A closed engine sees nothing."""
         with self._state:
+            if self.watch is not None:
+                self.watch.follow(self.weights_changed)
+
+    def forget_prefixes(self) -> None:
+        """Computes every prompt, and what was tabulated, anew from here on: for weights that were changed through ``.data``, which nothing notices."""
+        with self._state:
+            if self.watch is not None:
+                self.watch.refill()
             self._scheduler.manager.forget_content()
 
     def set_precision(self, modes: Modes) -> None:
@@ -193,7 +206,7 @@ class Engine:
         with self._state:
             if self.control is not None:
                 self.control.weights_changed()
-            self._scheduler.manager.forget_content()
+            self.forget_prefixes()
 
     def close(self) -> None:
         """Ends all requests and gives KV and shared memory back; the model's weights are whole again. Nothing can be served afterwards.
@@ -201,8 +214,8 @@ class Engine:
         Raises :class:`MemoryStateError` while somebody else holds a tensor over that memory; it can be called again then.
         """
         with self._state:
-            self._refuse_while_booking("close")
-            self.closed = True
+            self._booking.refuse("close")
+            self.closed, self.watch = True, None  # it holds the weights
             for request_id in self._scheduler.unfinished():
                 self.abort(request_id)
         while self._drive(lambda: False):
@@ -226,22 +239,6 @@ class Engine:
             return [] if self._timeline is None else self._timeline.samples(self._scheduler)
 
     # -- requests and mailboxes
-
-    @contextmanager
-    def _booked(self) -> Iterator[None]:
-        """While tokens are booked, and stop checks with them, the requests must not change under the scheduler's hands."""
-        self._refuse_while_booking("push_token")
-        self._booking = True
-        try:
-            yield
-        finally:
-            self._booking = False
-
-    def _refuse_while_booking(self, what: str) -> None:
-        if self._booking:
-            raise InvalidRequestError(
-                f"{what} was called inside a stop_check; it may only add requests there: return True to end its own request"
-            )
 
     def _add(
         self, prompt: Iterable[int], sampling: SamplingParams | None, request_id: str | None, stop_check: StopCheck | None,
@@ -293,7 +290,7 @@ class Engine:
 
     def _close_mailbox(self, request_id: str) -> None:
         with self._state:
-            self._refuse_while_booking("close")
+            self._booking.refuse("close")
             if self._mail.close(request_id):
                 self._scheduler.abort(request_id)
                 self._tidy_memory()
@@ -303,7 +300,7 @@ class Engine:
     def _drive(self, ready: Callable[[], bool]) -> bool:
         """Runs one turn, or waits for the turn of another thread, unless ``ready()``; False if there was nothing to do."""
         with self._state:
-            self._refuse_while_booking("step or stream")
+            self._booking.refuse("step or stream")
             while self._driving and not ready():
                 self._state.wait()
             if ready():
@@ -368,7 +365,7 @@ class Engine:
     def _settle(self, flight: Flight, result: StepResult | None, error: BaseException | None) -> None:
         self._flights.popleft()
         if result is not None:
-            with self._booked():
+            with self._booking:
                 outputs = self._scheduler.commit(result)
             self._num_faults = 0
             self._counts.add(flight.plan)

@@ -18,7 +18,6 @@ from depthfx.runtime import generation
 from depthfx.runtime.engine import Engine
 from depthfx.runtime.memory_report import memory_text
 from depthfx.runtime.precision import Modes
-from depthfx.runtime.weight_watch import WeightWatch
 from depthfx.settings import Settings
 
 if TYPE_CHECKING:
@@ -35,15 +34,9 @@ class Compiled:
     """What :func:`depthfx.compile` attached to a model."""
 
     engine: Engine | None  # None: not compiled, Hugging Face's own code generates
-    weights: WeightWatch | None
     report: CompileReport
     settings: Settings
     kv_block_bytes: int = 0
-
-    def follow_weights(self, model: torch.nn.Module) -> None:
-        """Let the engine see weights that were changed in place; raises for weights that were replaced. A closed engine sees nothing."""
-        if self.weights is not None and self.engine is not None and not self.engine.closed:
-            self.weights.follow(model)
 
 
 class DepthModel:
@@ -108,7 +101,6 @@ class DepthModel:
             reason = NOT_COMPILED if self._depthfx.engine is None else generation.unsupported_argument(kwargs)
             if reason is not None:
                 return self._without_engine(reason, "generate", *args, **kwargs)
-            self._depthfx.follow_weights(self)  # type: ignore[arg-type]
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +165,6 @@ class DepthModel:
         """
         if self._bypasses() or self._depthfx.engine is None:
             return self._without_engine(NOT_COMPILED, "generate_batch", inputs, generation_config, **kwargs)
-        self._depthfx.follow_weights(self)  # type: ignore[arg-type]
         return generation.generate_batch(self, inputs, generation_config, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -195,7 +186,8 @@ class DepthModel:
             try:
                 return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
             finally:  # what does not fit raises after the rest was copied
-                self._depthfx.follow_weights(self)  # type: ignore[arg-type]
+                if engine is not None:
+                    engine.follow_weights()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedOptionError(

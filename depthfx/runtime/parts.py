@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from depthfx.errors import DepthfxError, InternalError
+from depthfx.errors import DepthfxError, InternalError, InvalidRequestError
 from depthfx.records import StepPlan, StepResult
 from depthfx.runtime.metrics import StepClock
 
@@ -64,6 +64,27 @@ class MemoryControl(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Nothing can run before what was pressed for is back: waits for it, at most so long. Called without the engine's lock."""
+
+
+class Booking:
+    """Entered while tokens are booked, and stop checks with them: the requests must not change under the scheduler's hands."""
+
+    def __init__(self) -> None:
+        self._active = False
+
+    def __enter__(self) -> None:
+        self.refuse("push_token")
+        self._active = True
+
+    def __exit__(self, *error: object) -> None:
+        self._active = False
+
+    def refuse(self, what: str) -> None:
+        """Raises :class:`InvalidRequestError` inside a booking."""
+        if self._active:
+            raise InvalidRequestError(
+                f"{what} was called inside a stop_check; it may only add requests there: return True to end its own request"
+            )
 
 
 @dataclass

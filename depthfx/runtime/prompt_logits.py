@@ -33,7 +33,7 @@ def prompt_logits(engine: Engine, token_ids: Sequence[int], routed: bool = False
             f"{manager.max_full_tokens} tokens of KV: shorten the prompt or compile with more of them"
         )
     num_blocks = -(-len(token_ids) // runner.shape.kv.block_tokens)
-    engine.forget_prefixes()
+    manager.forget_content()
     chunk = Chunk("text", 0, 0, tuple(token_ids), -1, True, 0, SamplingParams(), routed=routed)
     precision = engine._scheduler.precision
     plan = StepPlan(-1, (), (chunk,), tuple((0, column, column) for column in range(num_blocks)), precision)

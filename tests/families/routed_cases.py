@@ -145,4 +145,4 @@ def push(model: Any, skipper: Skipper, strength: float) -> Iterator[None]:
 def _lean(model: Any, skipper: Skipper, strength: float) -> None:
     for policy in skipper.policies:
         policy.push.fill_(strength)  # type: ignore[operator,union-attr]
-    model._depthfx.weights.follow(model)  # as every generate does: tables of what follows from positions are filled anew
+    model.engine.follow_weights()  # as whoever adds requests does: tables of what follows from positions are filled anew

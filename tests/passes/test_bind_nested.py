@@ -153,7 +153,7 @@ def test_replaced_nested_weights_are_refused():
     model = fresh()
     module = model.model.layers[0].mlp.down_proj
     module.assign(module.nested.__class__(module.format, module.upper.clone(), module.lower, module.shift))
-    with pytest.raises(UnsupportedOptionError, match=r"weight 'model.layers.0.mlp.down_proj.weight' was replaced"):
+    with pytest.raises(UnsupportedOptionError, match=r"'model.layers.0.mlp.down_proj.upper' was replaced"):
         model.generate(**left_padded(ROWS), **GREEDY)
 
 

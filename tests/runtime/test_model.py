@@ -129,7 +129,7 @@ def _new_parameter(model):
 def test_replaced_weights_are_refused(replace):
     model = fresh()
     replace(model)
-    with pytest.raises(UnsupportedOptionError, match=r"weight '.*' was replaced.*change weights in place.*or load the model again"):
+    with pytest.raises(UnsupportedOptionError, match=r"'.*' was replaced.*change weights and buffers in place.*or load the model again"):
         model.generate(**BATCH, **GREEDY)
     with pytest.raises(UnsupportedOptionError, match="was replaced"):
         model.generate_batch([[1, 2]])
