@@ -157,6 +157,8 @@ SETTINGS = {
     "head without nested weights": ({"nested_head": True}, "nested_head=True needs weights='nested'; it is '16bit': set both"),
     "policy": ({"memory": "elastc", "weights": "nested"}, r"memory policy='elastc' must be one of \('elastic', "),
     "memory": ({"memory": 8, "weights": "nested"}, "memory=8 has type int; allowed: ElasticMemory or None"),
+    "requests": ({"max_batch_size": 10**12}, r"max_batch_size=1000000000000, .* need .* GiB, and cpu has .* GiB: lower them"),
+    "tokens": ({"max_batch_tokens": 10**15}, r"max_batch_tokens=1000000000000000 and .*: lower them"),
     "rows": ({"max_batch_size": 8, "max_batch_tokens": 4}, "max_batch_tokens=4 must be at least max_batch_size=8"),
 }
 
@@ -218,6 +220,11 @@ def test_environment(variable, monkeypatch):
 def test_memory_budget_too_small():
     with pytest.raises(MemoryBudgetError, match=r"leaves 0.00 GiB for KV beside .* of weights.*one block needs .*raise memory_budget_gib"):
         depthfx.compile(build("llama"), inductor=False, memory_budget_gib=1e-4)
+
+
+def test_more_kv_than_the_machine_has():
+    with pytest.raises(MemoryBudgetError, match=r"a KV pool of .* GiB does not fit the .* GiB that are free on cpu.*lower .*kv_blocks"):
+        depthfx.compile(build("llama"), inductor=False, kv_blocks=10**12)
 
 
 def test_compiling_twice():

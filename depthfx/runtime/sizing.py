@@ -67,13 +67,21 @@ def derive_limits(config: Any, settings: Settings, device: torch.device) -> Limi
             f"setting max_model_len={settings.max_model_len} must be at most {context}, the context of the model "
             "(max_position_embeddings in its config); lower it, or leave it out"
         )
-    return Limits(
+    limits = Limits(
         max_batch_size=batch,
         max_batch_tokens=tokens,
         max_chunk_tokens=min(settings.max_chunk_tokens or (2048 if cuda else 256), tokens),
         max_model_len=settings.max_model_len or context,
         block_tokens=settings.block_tokens,
     )
+    table = 4 * limits.num_table_rows * limits.blocks_per_row + 40 * tokens  # the inputs of a row take about 40 bytes
+    total = torch.cuda.mem_get_info(device)[1] if cuda else _host_bytes("SC_PHYS_PAGES")
+    if table > total:
+        raise SettingError(
+            f"settings max_batch_size={batch}, max_batch_tokens={tokens} and max_model_len={limits.max_model_len}: block table and rows of a step "
+            f"need {table / GIB:.2f} GiB, and {device} has {total / GIB:.2f} GiB: lower them"
+        )
+    return limits
 
 
 def size_kv_blocks(
@@ -105,7 +113,7 @@ def size_kv_blocks(
     elif settings.memory_budget_gib:
         room = settings.memory_budget_gib * GIB - weights
     else:
-        room = min(_CPU_DEFAULT_KV_BYTES, _available_host_bytes() // 2)
+        room = min(_CPU_DEFAULT_KV_BYTES, _host_bytes("SC_AVPHYS_PAGES") // 2)
     blocks = min(int(room // kv.block_bytes), useful)
     if blocks < 1:
         raise MemoryBudgetError(
@@ -119,11 +127,15 @@ def size_kv_blocks(
 
 
 def check_free(pool: int, device: torch.device) -> None:
-    """Raises :class:`MemoryBudgetError` where a KV pool of ``pool`` bytes is more than a CUDA device has left, by whatever process it was taken."""
-    if device.type != "cuda":
-        return
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's cache gives way
+    """Raises :class:`MemoryBudgetError` where a KV pool of ``pool`` bytes is more than a CUDA device has left, by whatever process it was taken.
+
+    On a CPU, where memory is given when it is written to: more than the machine has.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's cache gives way
+    else:
+        free = total = _host_bytes("SC_PHYS_PAGES")
     if pool > free:
         raise MemoryBudgetError(
             f"a KV pool of {pool / GIB:.2f} GiB does not fit the {free / GIB:.2f} GiB that are free on {device}, of {total / GIB:.2f} GiB: "
@@ -189,5 +201,5 @@ def _measure_activations(program: Any, limits: Limits, device: torch.device, nes
     return peak - before
 
 
-def _available_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _host_bytes(pages: str) -> int:
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
