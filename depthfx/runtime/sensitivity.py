@@ -11,6 +11,7 @@ from depthfx.errors import InvalidRequestError
 from depthfx.runtime.lending_profile import Sensitivity
 from depthfx.runtime.precision import named
 from depthfx.runtime.prompt_logits import prompt_logits
+from depthfx.runtime.request import check_prompt
 
 if TYPE_CHECKING:
     from depthfx.runtime.model import DepthModel
@@ -20,11 +21,14 @@ def measure_sensitivity(model: DepthModel, prompts: Iterable[Sequence[int]]) -> 
     """The profile of ``model``, compiled with ``weights="nested"``, over ``prompts`` of token ids: one prefill a layer and prompt.
 
     The engine must be idle; residuals that are lent are restored first, and its precision is as before afterwards. Raises
-    :class:`InvalidRequestError` without prompts or where a layer stays fast, and what `set_precision` raises for models of other weights.
+    :class:`InvalidRequestError` without prompts, for ids outside the vocabulary or where a layer stays fast, and what `set_precision` raises
+    for models of other weights.
     """
-    engine, texts = model.engine, [list(p) for p in prompts]
+    engine = model.engine
+    texts = [check_prompt(p, engine.vocab_size) for p in prompts]
     if not texts:
         raise InvalidRequestError("no prompts to measure with; give a few of the text that the model will serve")
+    engine.follow_weights()
     before = named(engine._scheduler.wanted, engine.layers)
     engine.restore()
     engine.set_precision("full")

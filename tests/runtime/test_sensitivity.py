@@ -41,6 +41,12 @@ def test_the_profile_ranks_layers_and_changes_nothing(tmp_path):
         depthfx.measure_sensitivity(model, [])
     with pytest.raises(InvalidRequestError, match=r"600 tokens do not fit one step; 1 to \d+ are allowed, for max_batch_tokens="):
         depthfx.measure_sensitivity(model, [[1] * 600])
+    for wrong, why in (
+        ([[5, 9999]], r"token 1 of the prompt is 9999; ids must be in \[0, 131\)"),
+        (["abc"], "is 'a' of type str; ids must be"),
+    ):
+        with pytest.raises(InvalidRequestError, match=why):
+            depthfx.measure_sensitivity(model, wrong)
     assert model.precision() == {0: "full", 1: "full", 2: "fast"}
     model.engine.add([1, 2, 3], SamplingParams(max_new_tokens=2), "busy")
     with pytest.raises(InvalidRequestError, match="computed by an idle engine"):
