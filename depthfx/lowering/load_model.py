@@ -21,10 +21,10 @@ from torch import nn
 
 from depthfx.errors import CheckpointError, FormatError, SettingError
 from depthfx.lowering.nest import DTYPES, fast_error_of, nest, nest_counted
-from depthfx.lowering.nested_checkpoint import NestedReader, NestedWriter, is_nested_checkpoint
+from depthfx.lowering.nested_checkpoint import NestedReader, NestedWriter, TensorEntry, is_nested_checkpoint
 from depthfx.lowering.nested_format import NestedWeight
 from depthfx.lowering.nested_linear import NestedLinear, linears_to_nest, place_linear
-from depthfx.lowering.tensor_files import TensorFiles, hf_files
+from depthfx.lowering.tensor_files import TensorFiles, hf_files, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ def load(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtyp
     ``dtype`` is what the weights read as: float16, bfloat16 or float32; None takes the folder's. See :func:`load_nested` and
     :func:`load_hf_nested`, whose errors it raises.
     """
-    if is_nested_checkpoint(Path(path)):
+    if is_nested_checkpoint(_path(path)):
         return load_nested(path, device, dtype, verify)
     return load_hf_nested(path, device, dtype)
 
@@ -55,12 +55,15 @@ def load_nested(
     1.3 GB/s for each core, all cores at once); False trusts the files. Raises :class:`CheckpointError` for a folder that is missing, altered, of another
     version, or does not fit its config, and :class:`SettingError` for a device that there is not, as all functions here do.
     """
-    folder, device = Path(path), _usable_device(device)
+    folder, device = _path(path), _usable_device(device)
     reader = NestedReader(folder)
     dtype = dtype or reader.manifest.dtype
     model = empty_model(folder, dtype)
     entries = reader.manifest.tensors
     names = names_to_read(model, entries, folder)
+    for tied, source in model.all_tied_weights_keys.items():
+        if tied in entries and source in entries and _digests(entries[tied]) != _digests(entries[source]):
+            raise _untied(tied, source, folder)
     if verify:
         reader.verify()
     for name in names:
@@ -79,7 +82,7 @@ def load_hf_nested(path: str | Path, device: str | torch.device = "cpu", dtype: 
     Weights are cast to ``dtype`` as Hugging Face would, and then to float16 for nesting. Raises :class:`CheckpointError` for a
     folder without config or safetensors files, or whose tensors are not those of the model.
     """
-    folder, device = Path(path), _usable_device(device)
+    folder, device = _path(path), _usable_device(device)
     files, model, names, nestable = open_folder(folder, dtype)
     for name, target in names.items():
         tensor = checked_tensor(model, files, name, folder)
@@ -98,7 +101,7 @@ def convert(source: str | Path, out: str | Path, device: str | torch.device = "c
     ``dtype`` is that of the model that ``out`` will load as; None takes the source's. ``out`` appears at the end, whole, and must not
     exist before (or be empty). Raises :class:`CheckpointError` as :func:`load_hf_nested` does.
     """
-    folder, target, device = Path(source), Path(out), _usable_device(device)
+    folder, target, device = _path(source), _path(out), _usable_device(device)
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError(f"{target} exists already and is not empty; name a new folder")
     if is_nested_checkpoint(folder):
@@ -138,6 +141,9 @@ def empty_model(folder: Path, dtype: torch.dtype | None) -> Any:
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is no folder with a config.json; name one in Hugging Face's layout")
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)  # Hugging Face explains nothing of what is no JSON object
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if getattr(config, "quantization_config", None) is not None:
@@ -149,9 +155,9 @@ def empty_model(folder: Path, dtype: torch.dtype | None) -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # the model's own code meets what the config says
         raise CheckpointError(f"no model can be made from {folder}; Hugging Face says: {error}") from error
     model.config._name_or_path = str(folder)
     return model.eval()
@@ -204,9 +210,7 @@ def open_folder(folder: Path, dtype: torch.dtype | None) -> tuple[TensorFiles, A
         raise CheckpointError(f"{type(model).__name__} has no torch.nn.Linear besides its head, so nothing of {folder} can be nested")
     for target, source in model.all_tied_weights_keys.items():
         if target in files.places and source in files.places and not torch.equal(files.get(target), files.get(source)):
-            raise CheckpointError(
-                f"{folder} ties {target} to {source}, but holds different values; set tie_word_embeddings=false in config.json"
-            )
+            raise _untied(target, source, folder)
     return files, model, names, nestable
 
 
@@ -215,6 +219,20 @@ def checked_tensor(model: Any, files: TensorFiles, name: str, folder: Path) -> t
     tensor = files.get(name)
     _check_shape(model, name, tuple(tensor.shape), folder)
     return tensor
+
+
+def _untied(target: str, source: str, folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder} ties {target} to {source}, but holds different values; set tie_word_embeddings=false in config.json")
+
+
+def _digests(entry: TensorEntry) -> dict[str, str]:
+    return {part: digest for part, (_, digest) in entry.parts.items()}
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"{path!r} of type {type(path).__name__} is no path; name a folder in Hugging Face's layout")
+    return Path(path)
 
 
 def _check_shape(model: Any, name: str, shape: tuple[int, ...], folder: Path) -> None:

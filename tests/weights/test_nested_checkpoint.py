@@ -142,6 +142,14 @@ def narrow(config: Path) -> None:
     config.write_text(config.read_text().replace('"intermediate_size": 96', '"intermediate_size": 80'))
 
 
+def tie(config: Path) -> None:
+    config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+
+
+def heads(config: Path) -> None:
+    config.write_text(config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 3'))
+
+
 def flip_bit(tensors):
     tensors[f"{UP}.lower"][3, 4] ^= 1
 
@@ -168,6 +176,10 @@ FAULTS = {
     "bytes": (lambda f: spoil_tensors(f, "residual", lambda t: t.update({f"{UP}.lower": t[f"{UP}.lower"].half()})), r"torch.float16, expected .* torch.uint8"),
     "one bit": (lambda f: spoil_tensors(f, "residual", flip_bit), r"up_proj.weight.lower in .* has SHA-256 .*, expected .*: altered"),
     "config": (lambda f: narrow(f / "config.json"), r"is \[96, 64\], and the config asks for \[80, 64\]"),
+    "tied later": (lambda f: tie(f / "config.json"), r"ties lm_head.weight to model.embed_tokens.weight, but holds different values"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), r"config.json holds a JSON list, not an object"),
+    "generation a list": (lambda f: (f / "generation_config.json").write_text("[]"), r"generation_config.json holds a JSON list"),
+    "odd heads": (lambda f: heads(f / "config.json"), r"no model can be made from .* Hugging Face says"),
     "no config": (lambda f: (f / "config.json").unlink(), r"no folder with a config.json"),
     "model type": (lambda f: (f / "config.json").write_text('{"model_type": "no_such"}'), r"no model can be made from .* Hugging Face says"),
 }  # fmt: skip
@@ -179,6 +191,13 @@ def test_spoilt_folders_are_refused(folder, fault):
     spoil(folder)
     with pytest.raises(CheckpointError, match=message):
         load_nested(folder)
+
+
+@pytest.mark.parametrize("path", [None, 5, b"folder"])
+def test_a_path_is_a_path(path, tmp_path):
+    for call in (depthfx.load, load_nested, load_hf_nested, lambda p: convert(p, tmp_path / "new"), lambda p: convert(tmp_path, p)):
+        with pytest.raises(CheckpointError, match="is no path; name a folder"):
+            call(path)
 
 
 def test_without_verify_a_changed_bit_is_not_noticed(folder):
