@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -17,13 +18,20 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit code is 1 for a mistake that depthfx explains."""
-    options = build_parser().parse_args(argv)
+    """Run one command; the exit code is 1 for a mistake that depthfx explains, 130 after Ctrl-C, 141 where nobody reads the output any more."""
     try:
-        return options.run(options)
+        options = build_parser().parse_args(argv)
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
     except DepthfxError as error:
         print(f"depthfx: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 141
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -163,9 +171,9 @@ def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
         if is_nested_checkpoint(Path(model)):
             return load_nested(model, device, None if dtype == "auto" else dtype), tokenizer
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError) as error:
-        if isinstance(error, DepthfxError):
-            raise
+    except DepthfxError:
+        raise
+    except Exception as error:  # whatever Hugging Face makes of what is in the files
         raise DepthfxError(f"{model!r} cannot be loaded; it needs config, weights and tokenizer. Hugging Face says: {error}") from error
     return loaded.to(device).eval(), tokenizer
 
@@ -310,7 +318,7 @@ def _shapes(model: str) -> list[tuple[int, int, bool]]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise DepthfxError(f"the config of {model!r} describes no decoder that Hugging Face knows: {error}") from error
     return linear_products(built)
 

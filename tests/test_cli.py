@@ -47,6 +47,19 @@ def test_wrong_usage_ends_with_two(arguments, capsys):
     assert "usage: depthfx" in capsys.readouterr().err
 
 
+def test_a_reader_that_leaves_and_an_interrupt_end_quietly(monkeypatch, capsys):
+    command = subprocess.Popen([sys.executable, "-m", "depthfx", "version"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command.stdout.close()
+    assert (command.stderr.read(), command.wait(60)) == (b"", 141)
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_version", interrupted)
+    assert cli.main(["version"]) == 130
+    assert not "".join(capsys.readouterr())
+
+
 def test_a_wrong_model_is_explained(tmp_path, capsys):
     assert cli.main(["explain", str(tmp_path), "--device", "cpu"]) == 1
     error = capsys.readouterr().err
@@ -58,6 +71,11 @@ def test_a_folder_without_weights_and_a_missing_device_are_explained(tmp_path, c
     (tmp_path / "config.json").write_text("{}")
     assert cli.main(["explain", str(tmp_path), "--device", "cpu"]) == 1
     assert "cannot be loaded" in capsys.readouterr().err
+    for spoilt in ("[]", '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 3}'):
+        (tmp_path / "config.json").write_text(spoilt)
+        for command in ("explain", "tune"):
+            assert cli.main([command, str(tmp_path), "--device", "cpu"]) == 1
+            assert capsys.readouterr().err.startswith("depthfx: ")
     assert cli.main(["demo", "--device", "cuda:99"]) == 1
     assert "--device cuda:99" in capsys.readouterr().err
 
