@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from depthfx.errors import InvalidRequestError
@@ -134,6 +134,8 @@ def decode(
     in_step = in_step or (streamer is not None and len(prompts) > 1)  # a streamer gets one token of every row at a time
     sampling = None if in_step else sampling_params(config, logits_processor, stopping_criteria, input_ids.shape[1], padded)
     if sampling is None:
+        if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
+            model._note_hugging_face("the unconditional pass of guidance_scale")
         return lockstep.decode(model, input_ids, prompts, logits_processor, stopping_criteria, config, streamer, _generator.get())
     stop_checks = [per_row_stop_check(stopping_criteria, prompt, input_ids.device) for prompt in prompts]
     requests = []

@@ -143,20 +143,20 @@ class DepthModel:
             raise UnsupportedOptionError(
                 f"generate: generator is not supported with {option}, which Hugging Face's loop runs; use torch.manual_seed"
             )
+        self._note_hugging_face(option)
+
+    def _note_hugging_face(self, option: str) -> None:
+        """Say that Hugging Face's code runs because of ``option``, and that it reads whole weights, where the engine would not; restore them."""
+        engine = self._depthfx.engine
         if option not in self._depthfx.report.sections.get("run by Hugging Face", []):
             self._depthfx.report.add("run by Hugging Face", option)
-        self._warn_of_full_precision(option)
-        if self._depthfx.engine is not None:
-            self._depthfx.engine.restore()  # it reads whole weights
-
-    def _warn_of_full_precision(self, option: str) -> None:
-        """Say that Hugging Face's code reads whole weights, where the engine would not."""
-        engine = self._depthfx.engine
         if engine is not None and "fast" in engine.precision().values():
             line = f"{option}: in full precision, set_precision switches the engine alone"
             if line not in self._depthfx.report.sections["run by Hugging Face"]:
                 self._depthfx.report.add("run by Hugging Face", line)
-            warnings.warn(f"generate: {line}", stacklevel=4)
+            warnings.warn(f"generate: {line}", stacklevel=5)
+        if engine is not None:
+            engine.restore()
 
     def generate_batch(self, inputs: list[list[int]], generation_config: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Hugging Face's ``generate_batch``: many prompts of token ids at once, by continuous batching.

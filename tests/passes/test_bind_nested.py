@@ -255,6 +255,19 @@ def test_hugging_faces_loop_says_that_it_is_full():
     assert torch.equal(out, original.generate(**beams)) and "in full precision" in model.explain()
 
 
+def test_guidance_says_which_half_of_it_is_full():
+    model, guided = fresh(), {**left_padded(ROWS[:1]), **GREEDY, "guidance_scale": 1.5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model.generate(**guided), exact("llama").generate(**guided))
+    assert "the unconditional pass of guidance_scale" in model.explain() and "in full precision" not in model.explain()
+    model.set_precision("fast")
+    with pytest.warns(
+        UserWarning, match=r"unconditional pass of guidance_scale: in full precision, set_precision switches the engine alone"
+    ):
+        model.generate(**guided)
+
+
 @pytest.mark.parametrize("change", [scaled, infinite])
 def test_its_own_state_can_be_loaded(change):
     loaded = change(exact("llama"))
