@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from depthfx.errors import InvalidRequestError
@@ -225,6 +226,11 @@ def _unsupported_batch(config: Any, processors: Any, eos: list[int]) -> str | No
         return "num_beams > 1 (beam search)"
     if config.stop_strings:
         return "stop_strings in generate_batch (use generate, or engine.stream with a stop_check)"
+    if config.max_time is not None:
+        return "max_time in generate_batch (use generate, or engine.stream with a stop_check)"
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+        return f"{mode.value} in generate_batch"
     if read_processors(config.do_sample, processors, eos, 0, 1, False) is None:
         return f"one of {', '.join(type(p).__name__ for p in processors)} in generate_batch (use generate)"
     return None

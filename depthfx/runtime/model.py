@@ -87,7 +87,8 @@ class DepthModel:
 
         Raises :class:`~depthfx.errors.UnsupportedOptionError` naming the option for what the engine does not do, or
         runs Hugging Face's own loop there if the model was compiled with ``on_unsupported="eager"``. ``generator`` (a
-        ``torch.Generator``) may be given to seed sampling.
+        ``torch.Generator``) may be given to seed sampling. In a batch without an end-of-sequence id, a row that
+        ``stop_strings`` ended is padded; Hugging Face lets it go on until all rows have ended.
         """
         if self._bypasses():
             return super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -219,8 +219,14 @@ def test_generate_batch_with_one_bad_prompt():
         compiled().generate_batch([5, 6, 7], max_new_tokens=4)
     with pytest.raises(InvalidRequestError, match=r"unknown arguments.*max_tokens"):
         compiled().generate_batch([[5]], max_tokens=4)
-    for option in ({"no_repeat_ngram_size": 2}, {"stop_strings": ["a"]}, {"num_beams": 2}):
-        with pytest.raises(UnsupportedOptionError, match=r"generate_batch|beam search"):
+    for option in (
+        {"no_repeat_ngram_size": 2},
+        {"stop_strings": ["a"]},
+        {"num_beams": 2},
+        {"max_time": 1.0},
+        {"prompt_lookup_num_tokens": 3},
+    ):
+        with pytest.raises(UnsupportedOptionError, match=r"in generate_batch|beam search"):
             compiled().generate_batch([[5]], max_new_tokens=2, **option)
 
 
