@@ -69,6 +69,10 @@ def compile(
     resolved = Settings.build(settings, **overrides)
     if resolved.memory is not None and resolved.memory.budget_gib is not None:
         resolved = replace(resolved, memory_budget_gib=resolved.memory.budget_gib)
+    if skipper is None and overrides.get("depth", "dense") != "dense":  # in Settings it may stand for many models
+        raise SettingError(
+            f"setting depth={resolved.depth!r} needs a skipper, and this call has none: give skipper=..., or leave depth out"
+        )
     report = CompileReport()
     _check_model(model)
     model.eval()

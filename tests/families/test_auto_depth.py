@@ -182,7 +182,11 @@ def test_depth_is_asked_by_request():
         depthfx.Settings(depth_rule="guess")
     with pytest.raises(InvalidRequestError, match="was not measured; compile the model with depth='auto'"):
         engine_over(model).add([5, 6], SamplingParams(depth="auto"))
-    plain = depthfx.compile(build("llama"), depth="auto", **COMMON).engine
+    for depth in ("auto", "routed"):
+        with pytest.raises(SettingError, match=f"depth='{depth}' needs a skipper.*leave depth out"):
+            depthfx.compile(build("llama"), depth=depth, **COMMON)
+    assert depthfx.compile(build("llama"), depth="dense", **COMMON).engine.routes is None
+    plain = depthfx.compile(build("llama"), depthfx.Settings(depth="auto"), **COMMON).engine
     assert plain._scheduler.depth is None
     with pytest.raises(InvalidRequestError, match="depth='auto': this model was compiled without a skipper"):
         plain.add([5, 6], SamplingParams(depth="auto"))
