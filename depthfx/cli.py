@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from depthfx.errors import DepthfxError
+from depthfx.errors import FOREIGN_FAULTS, DepthfxError
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -161,6 +161,7 @@ def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
         return load_smollm2(*(() if dtype == "auto" else (dtype, device)))
     if not (Path(model) / "config.json").is_file():
         raise DepthfxError(f"{model!r} is neither smollm2 nor a folder with a config.json; give one of the two")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from depthfx.lowering.load_model import load_nested
@@ -173,7 +174,7 @@ def load(model: str, device: str, dtype: Any) -> tuple[Any, Any]:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
     except DepthfxError:
         raise
-    except Exception as error:  # whatever Hugging Face makes of what is in the files
+    except (*FOREIGN_FAULTS, StrictDataclassError) as error:
         raise DepthfxError(f"{model!r} cannot be loaded; it needs config, weights and tokenizer. Hugging Face says: {error}") from error
     return loaded.to(device).eval(), tokenizer
 
@@ -310,6 +311,7 @@ def _shapes(model: str) -> list[tuple[int, int, bool]]:
     if not (folder / "config.json").is_file():
         raise DepthfxError(f"{model!r} is neither smollm2 nor a folder with a config.json; give one of the two")
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from depthfx.lowering.linear_shapes import linear_products
@@ -318,7 +320,7 @@ def _shapes(model: str) -> list[tuple[int, int, bool]]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
-    except Exception as error:
+    except (*FOREIGN_FAULTS, StrictDataclassError) as error:
         raise DepthfxError(f"the config of {model!r} describes no decoder that Hugging Face knows: {error}") from error
     return linear_products(built)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# What code of others (a model, a compiler, a loader) raises where it was not written for what it is given.
+FOREIGN_FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError, OSError, ImportError)
+
 
 class DepthfxError(Exception):
     """Base of all errors raised on purpose by depthfx."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from depthfx.errors import GraphError, UnsupportedModelError
+from depthfx.errors import FOREIGN_FAULTS, DepthfxError, GraphError, UnsupportedModelError
 
 
 def compile_with_inductor(piece: fx.GraphModule, example_inputs: list[Any], fake_mode: Any, rounds: bool = False) -> Callable[..., Any]:
@@ -27,9 +27,9 @@ def compile_with_inductor(piece: fx.GraphModule, example_inputs: list[Any], fake
     with tracing(TracingContext(fake_mode)), torch.no_grad():
         try:
             compiled = cast("Callable[..., Any]", compile_fx(piece, example_inputs, config_patches=patches))
-        except (MemoryError, torch.OutOfMemoryError):
+        except (DepthfxError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except FOREIGN_FAULTS as error:
             first = next(iter(str(error).strip().splitlines()), "no reason")[:300]
             raise UnsupportedModelError(
                 f"Inductor fails at a part of this model with {type(error).__name__}: {first}; compile with inductor=False to run it without"

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from depthfx.errors import CheckpointError, FormatError, SettingError
+from depthfx.errors import FOREIGN_FAULTS, CheckpointError, FormatError, SettingError
 from depthfx.lowering.nest import DTYPES, fast_error_of, nest, nest_counted
 from depthfx.lowering.nested_checkpoint import NestedReader, NestedWriter, TensorEntry, is_nested_checkpoint
 from depthfx.lowering.nested_format import NestedWeight
@@ -157,7 +158,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None) -> Any:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # the model's own code meets what the config says
+    except (*FOREIGN_FAULTS, StrictDataclassError) as error:
         raise CheckpointError(f"no model can be made from {folder}; Hugging Face says: {error}") from error
     model.config._name_or_path = str(folder)
     return model.eval()

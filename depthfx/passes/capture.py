@@ -14,7 +14,7 @@ from torch import fx
 from transformers import AttentionInterface, PreTrainedModel
 
 from depthfx.contracts import Skipper
-from depthfx.errors import UnsupportedModelError
+from depthfx.errors import FOREIGN_FAULTS, DepthfxError, UnsupportedModelError
 from depthfx.passes import attention_marker
 from depthfx.passes.context import SKIPPER, PassContext, Target
 from depthfx.passes.route_markers import routed_layers
@@ -101,9 +101,9 @@ def _trace(model: PreTrainedModel) -> tuple[fx.GraphModule, list[Any]]:
     with _attention_of(model), torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False):
         try:
             torch.compile(_fresh_forward(model), backend=keep, fullgraph=True)(*inputs)
-        except UnsupportedModelError:
+        except DepthfxError:
             raise
-        except Exception as error:  # whatever Dynamo, a backend or the model's own code raises
+        except FOREIGN_FAULTS as error:
             if not isinstance(getattr(error, "inner_exception", None), _StopCaptureError):
                 raise UnsupportedModelError(_why(model, error)) from error
     if not captured:
