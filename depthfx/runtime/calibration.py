@@ -143,7 +143,7 @@ def _identity(runner: Runner, num_blocks: int, precision: bytes, key: str) -> st
     cuda = runner.device.type == "cuda"
     device = torch.cuda.get_device_name(runner.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     how = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # what was measured otherwise is no longer comparable
-    return repr((how, key, device, torch.__version__, runner.shape, num_blocks, runner.graphs.buckets, precision))
+    return repr((how, key, device, torch.__version__, runner.shape, num_blocks, (runner.graphs.buckets, runner.graphs.prompts), precision))
 
 
 def _digest(costs: Any) -> str:
