@@ -35,7 +35,7 @@ tests)
   "${PYTHON:-python3}" -m pytest tests/gpu -m "not alone" -n 14 --dist loadgroup -q 2>&1 | tee "$OUT/shared" || true
   "${PYTHON:-python3}" -m pytest tests/gpu -m alone -q 2>&1 | tee "$OUT/alone" ;;
 mixed)
-  if [ -n "${TINY:-}" ]; then small=(--shape smollm2 --arms nested --layers 2 --no-inductor --decodes 4 --rows 40 --context 64 --kv-blocks 200 --repeats 2 --chunk-tokens 128); fi
+  if [ -n "${TINY:-}" ]; then small=(--shape smollm2 --arms nested --layers 1 --no-inductor --decodes 4 --rows 40 --context 64 --kv-blocks 200 --repeats 1 --chunk-tokens 128); fi
   bench mixed "${small[@]}" ;;
 conversation)
   bench load "${load[@]}" --lengths "$data/traces/azure_llm_2023_conv_2000.csv" --arms static-fp16 elastic static-fp8 \

@@ -63,7 +63,7 @@ def rows_of(tmp_path, monkeypatch, *options):
     return {row["what"]: row for row in json.loads(path.read_text())["rows"]}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])  # parameters are rounded
 def test_arms_take_turns_and_learn_by_the_same_loss(tmp_path, monkeypatch, shipped, dtype, capsys):
     peft = ModuleType("peft")
     peft.LoraConfig, peft.get_peft_model, peft.__version__ = SimpleNamespace, Adapted, "stand-in"
