@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import depthfx
 from depthfx import demo, smollm2
 from depthfx.skippers import load_skipper
 from depthfx.skippers.flexidepth_checkpoint import save_flexidepth
@@ -62,8 +61,6 @@ def test_the_demo_shows_what_was_skipped(tmp_path, monkeypatch):
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
     monkeypatch.setattr(demo, "load_smollm2", lambda dtype, device: (of, tokenizer))
     monkeypatch.setattr(demo, "chat_ids", lambda tokenizer, question: list(question.encode()))
-    compile = depthfx.compile
-    monkeypatch.setattr(depthfx, "compile", lambda *args, **options: compile(*args, inductor=False, **options))
     out = io.StringIO()
     ours = demo.Measured(answers=[[5, 6, 7], [5, 6, 7]], batch_rate=12.0)
     demo.show_skipping(tmp_path, "cpu", torch.float32, 6, ("What?", "Why?"), ours, out)
