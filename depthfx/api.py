@@ -242,8 +242,7 @@ def _assemble(
             key = _costs_key(model, settings, "cuda" if device.type == "cuda" else "cpu", skipper)
             blocks = num_blocks if region is None else region.layout.num_base_blocks
             costs = depth_costs(runner, blocks, scheduler.precision, cache_dir(settings), key, settings.depth_rule, report)
-        scheduler.depth = DepthControl(costs, settings.depth_rule)
-        scheduler.depth.halves = bool(prompts)
+        scheduler.depth = DepthControl(costs, settings.depth_rule, halves=bool(prompts))
         routes.observer = scheduler.depth.observe
     if shared is not None:
         close_with(engine, shared.resources)

@@ -27,7 +27,7 @@ from depthfx.settings import Settings
 # Settings that no pass reads; every other setting is part of the key.
 _NOT_IN_THE_GRAPH = frozenset(
     "memory weight_offload_gib memory_budget_gib gpu_memory_utilization kv_blocks prefix_reuse max_batch_size max_batch_tokens max_chunk_tokens lookahead "
-    "inductor kv_offload_gib cuda_graphs on_unsupported cache_dir program_cache parallel_warmup check depth depth_rule".split()
+    "inductor kv_offload_gib cuda_graphs capture_prompts on_unsupported cache_dir program_cache parallel_warmup check depth depth_rule".split()
 )
 # Attributes of a module that are listed otherwise, or that concern loading or the generation loop alone.
 _NOT_IN_THE_MODULE = frozenset({"_parameters", "_buffers", "_modules", "generation_config", "_is_hf_initialized"})

@@ -108,7 +108,7 @@ def calibrate_again(engine: Engine) -> DepthCosts:
         manager.forget_content()
         blocks = manager.num_blocks if manager.region is None else manager.region.layout.num_base_blocks
         costs = measure(cast(Runner, engine._runner), blocks, scheduler.precision)
-        scheduler.depth = DepthControl(costs, scheduler.depth.rule)
+        scheduler.depth = DepthControl(costs, scheduler.depth.rule, scheduler.depth.halves)
         engine.routes.observer = scheduler.depth.observe
     return costs
 

@@ -109,10 +109,11 @@ class DepthStats:
 class DepthControl:
     """Decides the depth of requests that leave it open; the scheduler asks, the engine tells what was decided in its steps."""
 
-    def __init__(self, costs: DepthCosts, rule: DepthRule = "measured") -> None:
+    def __init__(self, costs: DepthCosts, rule: DepthRule = "measured", halves: bool = False) -> None:
+        """``halves``: prompts beside routed answers run in a step of their own."""
         self.costs, self.rule = costs, rule
         self.routing = False
-        self.halves = False  # prompts beside routed answers run in a step of their own; settable
+        self.halves = halves
         self.break_even_tokens = float("inf")
         self.num_enters = self.num_leaves = self.num_promotions = self.num_probes = 0
         self._above = 0  # steps in a row

@@ -12,20 +12,20 @@ TURNS = 3
 
 
 class HostRing:
-    """``TURNS`` buffers of int32 words, pinned on CUDA, for one send a step.
+    """Buffers of int32 words, pinned on CUDA, ``TURNS`` for each of the ``sends`` that a step makes at most.
 
     On CUDA a kernel fetches the words (`depthfx.lowering.kernels._upload`), so that no restore on the copy engine holds a step up.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, capacity: int, device: torch.device, sends: int = 1) -> None:
+        self.device, self._num_buffers = device, TURNS * sends
         self._pins = device.type == "cuda"
         self._turn = 0
         self._buffers = self._make(capacity)
 
     def next(self) -> torch.Tensor:
         """The buffer whose turn it is, ``[capacity]`` int32, to be written and then sent."""
-        self._turn = (self._turn + 1) % TURNS
+        self._turn = (self._turn + 1) % self._num_buffers
         return self._buffers[self._turn]
 
     def send(self, words: torch.Tensor, target: torch.Tensor) -> None:
@@ -48,4 +48,4 @@ class HostRing:
         return target
 
     def _make(self, capacity: int) -> list[torch.Tensor]:
-        return [torch.zeros(capacity, dtype=torch.int32, device="cpu", pin_memory=self._pins) for _ in range(TURNS)]
+        return [torch.zeros(capacity, dtype=torch.int32, device="cpu", pin_memory=self._pins) for _ in range(self._num_buffers)]

@@ -156,7 +156,7 @@ class Runner:
 
         The weights are read twice, which takes less than launching every operation of the step; not measured yet.
         """
-        if plan.probe or not plan.decodes or not plan.prefills or any(c.routed for c in plan.prefills):
+        if not self.graphs.prompts or plan.probe or not plan.decodes or not plan.prefills or any(c.routed for c in plan.prefills):
             return None
         rows = {chunk.table_row for chunk in plan.prefills}
         writes = [tuple(w for w in plan.table_writes if (w[0] in rows) == of_prompts) for of_prompts in (False, True)]

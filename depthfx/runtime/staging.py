@@ -49,7 +49,7 @@ class Staging:
         tiles = max_tokens // PREFILL_TILE_ROWS + 2 * max_rows + 2
         capacity = 8 * max_tokens + 2 * self.max_writes + max_rows + 2 * tiles + 4 * MAX_CHUNKS + 16 * _ALIGN
         pin = device.type == "cuda"
-        self._ring = HostRing(capacity, device)
+        self._ring = HostRing(capacity, device, sends=2)  # a step may run in two halves
         self._tokens = [torch.zeros(max(max_rows, 1), dtype=torch.int64, device="cpu", pin_memory=pin) for _ in range(TURNS)]
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if pin else None
         self._token_turn = 0

@@ -58,7 +58,7 @@ def mixed_plan(precision: bytes, num_decodes: int, lengths: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("weights", ["16bit", "nested"])
 @pytest.mark.parametrize("mode", ["full", "fast", "mixed"])
-@pytest.mark.parametrize(("num_decodes", "lengths"), [(3, (100, 5)), (0, (130,)), (5, (200, 1, 40)), (1, (1,))])
+@pytest.mark.parametrize(("num_decodes", "lengths"), [(3, (100, 5)), (0, (130,)), (5, (200, 1, 40)), (1, (70,))])
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_the_padded_step(weights, mode, num_decodes, lengths):
     if weights == "16bit" and mode != "full":
@@ -105,7 +105,7 @@ def test_tokens_are_those_of_the_model(name, every, used):
 def test_nested_weights_switch_between_steps(used):
     model, rows = compiled("llama", "nested"), [row for row in RAGGED if len(row) < 130]
     engine = model.engine
-    for mode in ("full", "fast", {1: "fast"}, "full"):
+    for mode in ("full", {1: "fast"}, "fast", "full"):
         engine.set_precision(mode)
         answers = run_staggered(engine, rows, every=1)
         if mode == "full":

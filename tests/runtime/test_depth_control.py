@@ -129,8 +129,7 @@ def test_probes_come_first_and_then_every_64_steps():
     assert not any(control.probe(0, 0, False) for _ in range(1000)), "nobody leaves it open"
     routed = DepthControl(COSTS)
     assert not routed.probe(3, 0, True) and not routed.probe(3, 0, False), "a routed step shows as much"
-    halves = seen(DepthControl(COSTS), 0.5)
-    halves.halves = True
+    halves = seen(DepthControl(COSTS, halves=True), 0.5)
     assert not halves.probe(3, 0, True) and halves.probe(3, 40, True), "of steps in two halves only answers are seen"
     assert 1 < sum(halves.probe(3, 40, True) for _ in range(10000)) < 10000 // PROBE_STEPS, "prompts now and then"
     whole = seen(DepthControl(COSTS), 0.5)

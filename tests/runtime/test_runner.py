@@ -67,6 +67,8 @@ def test_uploads_in_rotation_do_not_overwrite_each_other():
     first = stage.upload(StepPlan(0, (decode("a", 3, 7, 50),), (), ()))
     stage.upload(StepPlan(1, (decode("a", 3, 8, 51),), (), ()))
     assert first.token_ids.tolist() == [50]
+    held = [stage.upload(StepPlan(n, (decode("a", 3, 7, n),), (), ())).token_ids for n in range(6)]
+    assert [t.tolist() for t in held] == [[n] for n in range(6)], "three steps of two halves each"
     assert len({stage.token_buffer().data_ptr() for _ in range(3)}) == 3
 
 
