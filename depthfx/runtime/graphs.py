@@ -131,7 +131,8 @@ class StepGraphs:
             form = next((f for f in self.prompts if f.holds(plan)), None)
         else:
             needed = max(len(plan.decodes), len(plan.table_writes))
-            form = next((decode_form(b) for b in self.buckets if b >= needed), None)
+            bucket = next((b for b in self.buckets if b >= needed), None)
+            form = None if bucket is None else decode_form(bucket)
         return None if form is None else self._graphs.get((form, precision, routed)) or self._graphs.get((form, -1, routed))
 
     @torch.inference_mode()
